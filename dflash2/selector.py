@@ -1,0 +1,40 @@
+"""The candidate selector: a low-rank score between neighbouring tokens, gated by the row's hidden state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CandidateSelector"]
+
+
+class CandidateSelector(nn.Module):
+    """``score(p -> c) = unary[c] + sum_r A[p]_r * g_r * B[c]_r`` with ``g = hidden_projection(z)``.
+
+    The codebooks are gathered, never multiplied whole. B starts at zero, so an untrained selector is neutral.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, rank: int, *, device=None, dtype=None):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank, device=device, dtype=dtype))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank, device=device, dtype=dtype))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.predecessor_codebook, std=0.02)
+        nn.init.zeros_(self.successor_codebook)
+        nn.init.normal_(self.hidden_projection.weight, std=0.02)
+
+    def pair_scores(self, gate: Tensor, predecessors: Tensor, candidates: Tensor) -> Tensor:
+        """Edge scores in fp32.
+
+        Args:
+            gate: ``[..., r]``, `hidden_projection` of the post-norm hidden states.
+            predecessors: int64 ``[..., P]``, token ids before this row.
+            candidates: int64 ``[..., C]``, token ids of this row.
+
+        Returns:
+            fp32 ``[..., P, C]``.
+        """
+        before = self.predecessor_codebook[predecessors].float() * gate.float().unsqueeze(-2)
+        return before @ self.successor_codebook[candidates].float().transpose(-1, -2)
