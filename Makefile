@@ -1,0 +1,55 @@
+# `make demo` and `make test` set up all they need in .venv; see scripts/setup.sh for the variables that it reads.
+SHELL := bash
+.DEFAULT_GOAL := help
+
+PY := $(or $(DFLASH2_PYTHON),.venv/bin/python)
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+# More threads than free cores slow small CPU models down many times over.
+export OMP_NUM_THREADS ?= 1
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$((n > 8 ? 8 : n)))
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile
+
+.PHONY: help setup setup-demo setup-test demo test lint types test-interpreter test-code test-fast format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: setup-test ## make .venv with all that development needs
+
+setup-demo:
+	@scripts/setup.sh demo
+
+setup-test:
+	@scripts/setup.sh test
+
+demo: export OMP_NUM_THREADS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+demo: setup-demo ## draft for a real model and show that the output is the model's own
+	@$(PY) -m dflash2 demo
+
+test: lint types test-interpreter test-code ## everything: lint, types, kernels, tests, wheel, notebooks
+
+lint: setup-test ## ruff: rules and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: setup-test ## mypy
+	$(PY) -m mypy
+
+test-interpreter: setup-test ## on a GPU machine, the kernels in Triton's interpreter too
+ifneq ($(HAS_GPU),0)
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -m triton
+endif
+
+test-code: setup-test ## all tests; without a GPU the kernels run in Triton's interpreter
+	$(PYTEST)
+
+test-fast: setup-test ## the tests that take seconds
+	$(PYTEST) -m "not slow"
+
+format: setup-test ## let ruff repair and format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean: ## remove .venv, caches and builds
+	rm -rf .venv .venv.lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
