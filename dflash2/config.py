@@ -125,7 +125,11 @@ class DFlash2Config:
         method = {"block_size": self.block_size, "mask_token_id": self.mask_token_id}
         method["target_layer_ids"] = list(self.target_layer_ids)
         method |= {name: getattr(self, name) for name in V2_FIELDS if getattr(self, name)}
-        for name, off in (("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", None)):
+        for name, off in (
+            ("input_embedding_scale", 1.0),
+            ("output_multiplier", 1.0),
+            ("final_logit_softcapping", None),
+        ):
             if getattr(self, name) != off:
                 method[name] = getattr(self, name)
         slides = SLIDING in self.layer_types

@@ -119,9 +119,7 @@ def read_fields(raw: dict[str, Any]) -> dict[str, Any]:
     out["rope_parameters"] = _rope(f)
     out["target_layer_ids"] = _taps(f, out)
     out["dtype"] = str(f.get("dtype") or f.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    out["extra"] = {
-        k: v for k, v in raw.items() if k not in DERIVED and k not in KNOWN_NESTED
-    }
+    out["extra"] = {k: v for k, v in raw.items() if k not in DERIVED and k not in KNOWN_NESTED}
     return out
 
 
@@ -192,7 +190,9 @@ def _attention(f: _Fields, out: dict[str, Any], speculators: bool) -> None:
 
 def _by_max_window_layers(f: _Fields, layers: int) -> list[str]:
     """Transformers' rule for Qwen files without layer_types: layers from ``max_window_layers`` on slide."""
-    first = f.require("max_window_layers", "use_sliding_window is true but layer_types does not say which layers slide.")
+    first = f.require(
+        "max_window_layers", "use_sliding_window is true but layer_types does not say which layers slide."
+    )
     return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 __all__ = ["block_visible", "context_visible"]
 
 
-
 def _within(query: Tensor, key: Tensor, window: int | None, causal: bool) -> Tensor:
     """``causal: key <= query``; ``window: |query - key| < W``, the right side only when not causal."""
     distance = query - key

@@ -1,0 +1,341 @@
+"""The drafter that hosts talk to: `append` context, `propose` a block, at explicit positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash2.append import append_on_device, append_on_host
+from dflash2.config import DFlash2Config
+from dflash2.errors import ConfigError
+from dflash2.lm_head import LMHead, as_lm_head
+from dflash2.model import DraftNetwork
+from dflash2.ops.selector_walk import draw, selector_walk
+from dflash2.ops.visibility import block_visible, context_visible
+from dflash2.ops.window_attention import window_attention
+from dflash2.positions import host_integers, on_device
+from dflash2.proposal import Proposal
+from dflash2.random import Stream, uniform
+from dflash2.window_kv import WindowKV
+
+__all__ = ["DFlash2Drafter"]
+
+#: A head may have rows beyond the vocabulary, to a multiple that suits kernels or shards. More is another vocabulary.
+MAX_PADDED_ROWS = 1024
+
+
+class DFlash2Drafter(DraftNetwork):
+    """Drafts blocks for a target whose embedding and head it borrows. See `append` and `propose`.
+
+    Args:
+        config: shape and rules. Weights are random: convolutions are the identity, the selector is neutral.
+        dtype: of weights, context rows and block rows; default the config's.
+    """
+
+    mask_embedding: Tensor | None
+
+    def __init__(self, config: DFlash2Config, *, device: Any = None, dtype: torch.dtype | None = None):
+        super().__init__(config, device=device, dtype=dtype or getattr(torch, config.dtype))
+        self.register_buffer("mask_embedding", None, persistent=False)
+        self._embedding: list[Tensor] = []  # lists, so that the target's tensors are not taken for our own parameters
+        self._head: list[LMHead] = []
+
+    # -- making ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> DFlash2Drafter:
+        """Load a checkpoint in the published layout.
+
+        Args:
+            path: a folder, the name of a packaged checkpoint, or a hub id. Folders are looked for first.
+            dtype: default is the config's.
+            device: where the weights go.
+
+        Raises:
+            ConfigError: the configuration is refused.
+            CheckpointError: files or tensors are missing, unexpected, mis-shaped or truncated; all are listed.
+        """
+        from dflash2.weights import load
+
+        return load(cls, path, dtype, torch.device(device))
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors`` (and the mask embedding, if any) in the published layout."""
+        from dflash2.weights import save
+
+        save(self, Path(path))
+
+    def bind_target(self, embed_weight: Tensor | nn.Module, lm_head: Any) -> DFlash2Drafter:
+        """Borrow the target's tables. They are shared, never copied, and are not part of `state_dict`.
+
+        Args:
+            embed_weight: raw rows ``[V', H]``, or the module that owns them as ``weight``; scaling or norms that the
+                target applies to its embeddings are not applied here.
+            lm_head: a weight ``[V', H]``, an `nn.Linear`, a tied embedding, an `Int8LMHead`, or a callable
+                ``[N, H] -> [N, V']``. Rows from ``vocab_size`` on are padding and never drafted.
+
+        Returns:
+            self.
+
+        Raises:
+            ConfigError: shapes do not fit this drafter, or the head is all zeros.
+        """
+        embedding = embed_weight if isinstance(embed_weight, Tensor) else embed_weight.weight
+        self._check_table("embed_weight", embedding)
+        head = as_lm_head(lm_head)
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, Tensor):
+            self._check_table("lm_head", weight)
+        self._embedding, self._head = [embedding], [head]
+        return self
+
+    def _check_table(self, name: str, table: Any) -> None:
+        c, shape = self.config, tuple(table.shape)
+        rows = range(c.vocab_size, c.vocab_size + MAX_PADDED_ROWS)
+        if len(shape) != 2 or shape[1] != c.hidden_size or shape[0] not in rows:
+            raise ConfigError(
+                f"{name} has shape {list(shape)}: this drafter needs [{c.vocab_size}, {c.hidden_size}] (up to "
+                f"{MAX_PADDED_ROWS - 1} padded rows). It was trained for another target."
+            )
+
+    @property
+    def is_bound(self) -> bool:
+        return bool(self._head)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    def new_kv(
+        self,
+        max_sequences: int = 64,
+        max_tokens: int = 262144,
+        page_size: int = 16,
+        prefix_store_bytes: int = 0,
+        *,
+        num_pages: int | None = None,
+    ) -> WindowKV:
+        """Memory for context rows, fixed from now on.
+
+        Args:
+            max_sequences: sequences open at a time.
+            max_tokens: longest sequence. It bounds the pages of drafters with a full-attention layer; a drafter whose
+                layers all slide owns ceil(W/page_size) + 2 pages per sequence, whatever the length.
+            page_size: rows per page.
+            prefix_store_bytes: budget for rows of prefixes seen before; 0 is no store and no extra work.
+            num_pages: a smaller pool than max_sequences times the worst case.
+
+        Raises:
+            CapacityError: the device cannot give the memory.
+        """
+        return WindowKV(
+            self.config, max_sequences=max_sequences, max_tokens=max_tokens, page_size=page_size,
+            prefix_store_bytes=prefix_store_bytes, num_pages=num_pages, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+
+    # -- using ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def append(
+        self,
+        kv: WindowKV,
+        seqs: Sequence[int],
+        taps: Tensor,
+        start_positions: Sequence[int] | Tensor,
+        lengths: Sequence[int] | Tensor,
+        valid_lengths: Sequence[int] | Tensor | None = None,
+        token_ids: Sequence[int] | Tensor | None = None,
+    ) -> None:
+        """Add context rows for tokens that the target has committed.
+
+        Args:
+            kv: from `new_kv`.
+            seqs: R different handles.
+            taps: ``[sum(lengths), T*H]``, outputs of the layers ``target_layer_ids``, concatenated in their order,
+                sequence after sequence.
+            start_positions: R absolute positions, each the sequence's next.
+            lengths: R numbers of rows.
+            valid_lengths: R numbers of rows that count; the rest is a rejected suffix. Default: all.
+            token_ids: ``[sum(lengths)]``, the tokens of the rows; with a prefix store they publish the rows.
+
+        Positions, lengths and valid lengths are host integers (checked before anything runs), or tensors on an
+        accelerator: then nothing is copied to the host and nothing raises; a sequence that does not fit (or was not
+        reserved far enough with `WindowKV.reserve`) keeps its state and is counted in `WindowKV.faults`.
+
+        Raises:
+            PositionError: naming the sequence, the position expected and the one given.
+            CapacityError: pages ran out.
+            ValueError: shapes do not fit. After any error the state is what it was.
+        """
+        taps_width = len(self.config.target_layer_ids) * self.config.hidden_size
+        if taps.dim() != 2 or taps.shape[1] != taps_width:
+            raise ValueError(
+                f"taps have shape {list(taps.shape)}: expected [rows, {taps_width}], the outputs of "
+                f"{len(self.config.target_layer_ids)} target layers {list(self.config.target_layer_ids)} of width "
+                f"{self.config.hidden_size}."
+            )
+        if any(on_device(x) for x in (start_positions, lengths, valid_lengths)):
+            append_on_device(self, kv, seqs, taps, start_positions, lengths, valid_lengths)
+        else:
+            append_on_host(self, kv, seqs, taps, start_positions, lengths, valid_lengths, token_ids)
+
+    @torch.no_grad()
+    def propose(
+        self,
+        kv: WindowKV,
+        seqs: Sequence[int],
+        anchor_ids: Sequence[int] | Tensor,
+        start_positions: Sequence[int] | Tensor,
+        num_draft_tokens: int | None = None,
+        temperature: float | Sequence[float] | Tensor = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Proposal:
+        """Draft k tokens after each anchor in one pass. Changes nothing in ``kv``.
+
+        Args:
+            kv: from `new_kv`.
+            seqs: R handles.
+            anchor_ids: R token ids: the newest token of each sequence, sampled but not yet run through the target.
+            start_positions: R absolute positions of the anchors, each the sequence's next. Host integers are checked;
+                a tensor on an accelerator is not copied back, and `Proposal.valid` says where it did not fit.
+            num_draft_tokens: k, at most ``block_size - 1``, which is the default.
+            temperature: of the drafts, one for all or one per request; <= 0 is greedy.
+            generator: noise for sampled drafts. Independent of what `verify` draws, even from equal seeds.
+
+        Raises:
+            PositionError: naming the sequence, the position expected and the one given.
+            ConfigError: no target is bound, or k is out of range.
+        """
+        k = self.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        self._check_propose(seqs, k)
+        starts, length = self._starts(kv, seqs, start_positions)
+        slots = kv.slots(seqs)
+        anchors = torch.as_tensor(anchor_ids, dtype=torch.int64, device=self.device)
+        if anchors.shape != starts.shape:
+            raise ValueError(f"anchor_ids has shape {list(anchors.shape)}: expected one id for each of {len(seqs)}.")
+        in_range = (anchors >= 0) & (anchors < self.config.vocab_size)
+        hidden, has_context = self._block(kv, slots, starts, anchors.where(in_range, 0), k, length)
+        valid = in_range & has_context & hidden.isfinite().flatten(1).all(1) & (kv.next[slots] == starts)
+        rows = torch.nan_to_num(hidden[:, 1:], posinf=0.0, neginf=0.0)
+        return self._choose(rows, anchors.where(in_range, 0), valid, _temperatures(temperature, starts), generator)
+
+    def _check_propose(self, seqs: Sequence[int], k: int) -> None:
+        if not self.is_bound:
+            raise ConfigError("no target is bound: call drafter.bind_target(embed_weight, lm_head) first.")
+        if not 0 <= k <= self.config.max_draft_tokens:
+            raise ConfigError(
+                f"num_draft_tokens={k}: must be in [0, {self.config.max_draft_tokens}], block_size - 1, since row 0 of "
+                f"the block is the anchor (block_size={self.config.block_size})."
+            )
+
+    def _starts(self, kv: WindowKV, seqs: Sequence[int], start_positions: Any) -> tuple[Tensor, int]:
+        """Start positions on the device, and how many context positions before them are worth gathering."""
+        most = kv.ring if self.config.retention is None else min(self.config.retention, kv.ring)
+        if on_device(start_positions):
+            return start_positions.to(torch.int64), most
+        starts = host_integers("start_positions", start_positions, len(seqs))
+        kv.check_positions("propose", seqs, starts)
+        spans = [kv.span(q) for q in seqs]
+        length = max((end - first for first, end in spans), default=0)
+        return torch.tensor(starts, dtype=torch.int64, device=self.device), min(length, most)
+
+    def _block(
+        self, kv: WindowKV, slots: Tensor, starts: Tensor, anchors: Tensor, k: int, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """Final hidden states ``[R, k+1, H]`` and whether any context row is visible, ``[R]``."""
+        c = self.config
+        positions = starts[:, None] + torch.arange(k + 1, device=starts.device)
+        rows, keys_at, there = kv.context(slots, starts, length)
+        query, start = positions[:, :, None], starts[:, None, None]
+        masks = {}
+        for rule in set(zip(c.windows, c.causal, strict=True)):
+            window, causal = rule
+            context = there[:, None] & context_visible(query, keys_at[:, None], start, window=window)
+            block = block_visible(query, positions[:, None], window=window, causal=causal)
+            masks[rule] = torch.cat((context, block), -1)
+
+        def attend(layer: int, q: Tensor, k_rows: Tensor, v_rows: Tensor) -> Tensor:
+            mask = masks[c.windows[layer], c.causal[layer]]
+            return window_attention(q, k_rows, v_rows, kv.keys[layer][rows], kv.values[layer][rows], mask)
+
+        seen = torch.stack([m[..., :length].flatten(1).any(1) for m in masks.values()]).any(0)
+        return self(self.embed(anchors, k), positions, attend), seen
+
+    def embed(self, anchors: Tensor, k: int) -> Tensor:
+        """Input rows of blocks: anchors ``[...]`` and k masks each -> ``[..., k+1, H]``, raw rows times the scale."""
+        c = self.config
+        ids = torch.full((*anchors.shape, k + 1), c.mask_token_id, dtype=torch.int64, device=anchors.device)
+        ids[..., 0] = anchors
+        rows = F.embedding(ids, self._embedding[0]).to(self.dtype)
+        if self.mask_embedding is not None:
+            rows = torch.where((ids == c.mask_token_id)[..., None], self.mask_embedding.to(self.dtype), rows)
+        return rows * c.input_embedding_scale if c.input_embedding_scale != 1.0 else rows
+
+    def shape_logits(self, logits: Tensor) -> Tensor:
+        """Multiplier, then softcap, in fp32. Monotone, so the best tokens are known before."""
+        c = self.config
+        logits = logits.float() * c.output_multiplier
+        cap = c.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _choose(
+        self, rows: Tensor, anchors: Tensor, valid: Tensor, temperature: Tensor | None, generator: Any
+    ) -> Proposal:
+        """Drafts from the final hidden states of rows 1..k, ``[R, k, H]``."""
+        shape = tuple(rows.shape[:2])
+        noise = None if temperature is None else uniform(shape, Stream.DRAFT, generator, rows.device)
+        if 0 in shape:
+            return Proposal(torch.zeros(shape, dtype=torch.int64, device=rows.device), None, None, valid)
+        if self.candidate_selector is None:
+            return self._choose_independently(rows, valid, temperature, noise)
+        c, flat = self.config, rows.flatten(0, 1)
+        ids, unary = self._head[0].top(flat, c.vocab_size, c.selector_top_k)
+        ids, unary = ids.unflatten(0, shape), self.shape_logits(unary).unflatten(0, shape)
+        unary = unary.clamp_min(torch.finfo(torch.float32).min)
+        gate = self.candidate_selector.hidden_projection(rows)
+        scores = self.candidate_selector.pair_scores
+        first = unary[:, 0] + scores(gate[:, 0], anchors[:, None], ids[:, 0])[:, 0]
+        edges = unary[:, 1:, None] + scores(gate[:, 1:], ids[:, :-1], ids[:, 1:])
+        index, q = selector_walk(first, edges, temperature, noise)
+        return Proposal(ids.gather(-1, index[..., None])[..., 0], ids, q, valid)
+
+    def _choose_independently(
+        self, rows: Tensor, valid: Tensor, temperature: Tensor | None, noise: Tensor | None
+    ) -> Proposal:
+        """Each row by itself, the way of v1: the argmax, or a draw from the whole vocabulary at the temperature."""
+        c, shape = self.config, tuple(rows.shape[:2])
+        if temperature is None or noise is None:
+            ids, _ = self._head[0].top(rows.flatten(0, 1), c.vocab_size, 1)
+            return Proposal(ids.view(shape), None, None, valid)
+        raw = self._head[0].logits(rows.flatten(0, 1), c.vocab_size).unflatten(0, shape)
+        logits = torch.nan_to_num(self.shape_logits(raw), nan=-torch.inf).clamp_min(torch.finfo(torch.float32).min)
+        greedy = (temperature <= 0)[:, None]
+        q = torch.softmax(logits / torch.where(greedy, 1.0, temperature[:, None])[..., None], -1)
+        best = logits.argmax(-1)
+        q = torch.where(greedy[..., None], F.one_hot(best, c.vocab_size).to(q.dtype), q)
+        return Proposal(torch.where(greedy, best, draw(q, noise)), None, q, valid)
+
+
+def _temperatures(temperature: float | Sequence[float] | Tensor, like: Tensor) -> Tensor | None:
+    """fp32 ``[R]`` on the device, or None when every request is known to be greedy."""
+    if isinstance(temperature, int | float):
+        return None if temperature <= 0 else torch.full(like.shape, float(temperature), device=like.device)
+    t = torch.as_tensor(temperature, dtype=torch.float32)
+    if t.shape not in ((), like.shape):
+        raise ValueError(
+            f"temperature has shape {list(t.shape)}: expected a number or one for each of {like.shape[0]}."
+        )
+    if not on_device(t) and not bool((t > 0).any()):
+        return None
+    return t.to(like.device).expand(like.shape)

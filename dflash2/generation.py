@@ -1,0 +1,299 @@
+"""The stand-alone loop: draft, verify, commit, over any Transformers causal LM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash2.drafter import DFlash2Drafter
+from dflash2.errors import ConfigError
+from dflash2.proposal import Proposal
+from dflash2.random import Stream, uniform
+from dflash2.target import TargetRunner, decoder_layers
+from dflash2.verification import draw, target_probabilities, verify
+from dflash2.window_kv import WindowKV
+
+__all__ = ["Generation", "GenerationStats", "generate"]
+
+#: Prompt tokens per target pass: bounds the activations and taps of long prompts.
+PREFILL_TOKENS = 2048
+
+
+@dataclass
+class GenerationStats:
+    """Counters of one call, over all its requests.
+
+    Attributes:
+        target_passes: forward passes of the target, the prompt's included.
+        rounds: verify rounds, summed over requests.
+        proposed, accepted: drafts made and drafts that stood (those cut by a stop included).
+        new_tokens: tokens produced.
+        prefill_s, decode_s: wall-clock seconds.
+    """
+
+    target_passes: int = 0
+    rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verify round, bonus included; 0 when there was none."""
+        return self.from_rounds / self.rounds if self.rounds else 0.0
+
+    from_rounds: int = 0
+
+
+@dataclass
+class Generation:
+    """What `generate` returns.
+
+    Attributes:
+        sequences: int64 ``[R, S + new]``, prompts as given, then the answers, padded on the right.
+        acceptance_lengths: per request, the tokens each verify round produced: accepted drafts + 1, cut by a stop.
+        stats: counters and times.
+    """
+
+    sequences: Tensor
+    acceptance_lengths: list[list[int]]
+    stats: GenerationStats
+
+
+@dataclass
+class _Request:
+    """One prompt on its way."""
+
+    row: int
+    seq: int
+    position: int
+    produced: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+
+@torch.no_grad()
+def generate(
+    target: Any,
+    drafter: DFlash2Drafter,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    num_draft_tokens: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    seed: int | None = None,
+    streamer: Any = None,
+) -> Generation:
+    """Decode with drafts; the output is the target's own.
+
+    Args:
+        target: a Transformers causal LM whose layers all cache plain keys and values.
+        drafter: trained for this target. It is bound to the target if it is not bound yet.
+        input_ids: int64 ``[R, S]``.
+        attention_mask: ``[R, S]``, 0 for padding, on either side. Default: no padding.
+        max_new_tokens: budget of each request.
+        temperature, top_p, top_k: of the target's distribution; temperature 0 is greedy.
+        num_draft_tokens: k per round, at most the trained block_size - 1, which is the default. 0: plain decoding.
+        eos_token_id: ids that end a request (kept in the output). Default: the target's generation config; ``[]`` or
+            a negative id: none.
+        seed: makes sampling repeatable. Drafting and verification use independent streams of it.
+        streamer: a Transformers streamer (``put``, ``end``); one request only.
+
+    Raises:
+        ConfigError: the drafter does not fit this target, or the target's state cannot be rolled back.
+        ValueError: shapes or arguments do not fit.
+    """
+    mask, prompts = _right_aligned(input_ids, attention_mask, max_new_tokens)
+    if streamer is not None and len(input_ids) != 1:
+        raise ValueError(f"a streamer takes one request, input_ids has {len(input_ids)}. Leave it out, or loop.")
+    _check_pair(target, drafter)
+    stops = _stop_ids(target, eos_token_id)
+    generators = _generators(seed, input_ids.device)
+    k = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
+    loop = _Loop(target, drafter, stops, max_new_tokens, (temperature, top_p, top_k), k, generators, streamer)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    requests = loop.run(prompts, mask)
+    if streamer is not None:
+        streamer.end()
+    pad = _pad_id(target, stops)
+    width = max((len(r.produced) for r in requests), default=0)
+    answers = torch.full((len(requests), width), pad, dtype=input_ids.dtype)
+    for r in requests:
+        answers[r.row, : len(r.produced)] = torch.tensor(r.produced, dtype=input_ids.dtype)
+    loop.stats.new_tokens = sum(len(r.produced) for r in requests)
+    return Generation(
+        torch.cat((input_ids, answers.to(input_ids.device)), 1), [r.lengths for r in requests], loop.stats
+    )
+
+
+class _Loop:
+    def __init__(
+        self, target: Any, drafter: DFlash2Drafter, stops: set[int], budget: int,
+        sampling: tuple[float, float, int], k: int, generators: list[torch.Generator | None], streamer: Any,
+    ):  # fmt: skip
+        self.target, self.drafter, self.stops, self.budget, self.k = target, drafter, stops, budget, k
+        self.sampling, self.generators, self.streamer = sampling, generators, streamer
+        self.stats = GenerationStats()
+
+    def run(self, prompts: Tensor, mask: Tensor) -> list[_Request]:
+        lengths = mask.sum(1).tolist()
+        drafting = self.k > 0
+        kv = self.drafter.new_kv(len(prompts) if drafting else 1, max(lengths) + self.budget if drafting else 1)
+        requests = [_Request(i, kv.open() if drafting else -1, n) for i, n in enumerate(lengths)]
+        live = list(requests)
+        layer_ids = self.drafter.config.target_layer_ids if drafting else ()
+        with TargetRunner(self.target, layer_ids, mask[:, :0]) as runner:
+            began = time.perf_counter()
+            logits = self._prefill(runner, kv, live, prompts, mask)
+            tokens = self._first_tokens(logits[:, -1])
+            live = self._commit(live, [[t] for t in tokens.tolist()], runner, 0)
+            self.stats.prefill_s = time.perf_counter() - began
+            while live:
+                live = self._round(runner, kv, live)
+            self.stats.decode_s = time.perf_counter() - began - self.stats.prefill_s
+        return requests
+
+    def _prefill(
+        self, runner: TargetRunner, kv: WindowKV, live: list[_Request], prompts: Tensor, mask: Tensor
+    ) -> Tensor:
+        logits = prompts
+        for i in range(0, prompts.shape[1], PREFILL_TOKENS):
+            part = mask[:, i : i + PREFILL_TOKENS]
+            logits, taps = runner.run(prompts[:, i : i + PREFILL_TOKENS], part, last_only=True)
+            self.stats.target_passes += 1
+            if taps is not None:
+                seen = mask[:, :i].sum(1).tolist()
+                self.drafter.append(kv, [r.seq for r in live], taps[part], seen, part.sum(1).tolist())
+        return logits
+
+    def _first_tokens(self, logits: Tensor) -> Tensor:
+        temperature, top_p, top_k = self.sampling
+        if temperature <= 0:
+            return logits.argmax(-1)
+        p = target_probabilities(logits, temperature, top_p, top_k)
+        return draw(p, uniform((len(p),), Stream.REPLACE, self.generators[1], p.device))
+
+    def _round(self, runner: TargetRunner, kv: WindowKV, live: list[_Request]) -> list[_Request]:
+        """Draft, verify and commit once for every live request."""
+        device = runner.mask.device
+        left = max(self.budget - len(r.produced) for r in live)
+        k = min(self.k, left - 1)
+        seqs, starts = [r.seq for r in live], [r.position for r in live]
+        anchors = torch.tensor([r.produced[-1] for r in live], device=device)
+        if k > 0:
+            proposal = self.drafter.propose(kv, seqs, anchors, starts, k, self.sampling[0], self.generators[0])
+        else:
+            none = torch.zeros(len(live), 0, dtype=torch.int64, device=device)
+            proposal = Proposal(none, None, None, torch.ones(len(live), dtype=torch.bool, device=device))
+        block = torch.cat((anchors[:, None], proposal.tokens), 1)
+        logits, taps = runner.run(block, torch.ones_like(block, dtype=torch.bool))
+        self.stats.target_passes += 1
+        out = verify(proposal, logits, *self.sampling, self.generators[1])
+        accepted = out.accepted.tolist()
+        new = [
+            [*row[:n], bonus]
+            for row, n, bonus in zip(proposal.tokens.tolist(), accepted, out.next_token.tolist(), strict=True)
+        ]
+        self.stats.rounds += len(live)
+        self.stats.proposed += k * len(live)
+        self.stats.accepted += sum(accepted)
+        if taps is not None:
+            counts = [k + 1] * len(live)
+            self.drafter.append(kv, seqs, taps.flatten(0, 1), starts, counts, [n + 1 for n in accepted])
+        remaining = self._commit(live, new, runner, k)
+        for r in live:
+            if taps is not None and r not in remaining:
+                kv.close(r.seq)
+        return remaining
+
+    def _commit(self, live: list[_Request], new: list[list[int]], runner: TargetRunner, k: int) -> list[_Request]:
+        """Take each request's new tokens up to its stop, and drop what is finished or rejected from the cache."""
+        remaining, rows, rejected = [], [], []
+        for i, (r, tokens) in enumerate(zip(live, new, strict=True)):
+            kept, done = self._cut(tokens, self.budget - len(r.produced))
+            first = not r.produced
+            r.produced += kept
+            if not first:
+                r.lengths.append(len(kept))
+                self.stats.from_rounds += len(kept)
+                r.position += len(tokens)
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor(kept))
+            if not done:
+                remaining.append(r)
+                rows.append(i)
+                rejected.append(0 if first else k + 1 - len(tokens))
+        if remaining:
+            device = runner.mask.device
+            runner.keep(torch.tensor(rows, device=device), torch.tensor(rejected, device=device))
+        return remaining
+
+    def _cut(self, tokens: list[int], left: int) -> tuple[list[int], bool]:
+        tokens = tokens[:left]
+        for i, t in enumerate(tokens):
+            if t in self.stops:
+                return tokens[: i + 1], True
+        return tokens, len(tokens) == left
+
+
+def _right_aligned(input_ids: Tensor, attention_mask: Tensor | None, budget: int) -> tuple[Tensor, Tensor]:
+    """Mask and tokens with all padding on the left; columns that pad every request are gone."""
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}: expected [requests, tokens], both at least 1.")
+    if budget < 1:
+        raise ValueError(f"max_new_tokens={budget}: must be at least 1.")
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    if mask.shape != input_ids.shape or not bool(mask.any(1).all()):
+        raise ValueError(f"attention_mask {list(mask.shape)} must match input_ids and leave each request a token.")
+    order = mask.to(torch.int8).argsort(dim=1, stable=True)
+    aligned = mask.gather(1, order)
+    ends = mask.shape[1] - mask.flip(1).to(torch.int8).argmax(1)
+    if bool((ends - mask.to(torch.int8).argmax(1) != mask.sum(1)).any()):
+        raise ValueError("attention_mask has holes between real tokens: padding belongs on one side.")
+    width = int(mask.sum(1).max())
+    return aligned[:, -width:], input_ids.gather(1, order)[:, -width:]
+
+
+def _check_pair(target: Any, drafter: DFlash2Drafter) -> None:
+    layers = len(decoder_layers(target))
+    if drafter.config.num_target_layers not in (None, layers):
+        raise ConfigError(
+            f"num_target_layers={drafter.config.num_target_layers} but the target has {layers} layers: the drafter was "
+            "trained for another target."
+        )
+    if not drafter.is_bound:
+        head = target.get_output_embeddings()
+        if head is None:
+            raise ConfigError(f"{type(target).__name__} has no output head: expected a causal LM.")
+        drafter.bind_target(target.get_input_embeddings(), head)
+
+
+def _stop_ids(target: Any, eos_token_id: int | Sequence[int] | None) -> set[int]:
+    if eos_token_id is None:
+        eos_token_id = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
+    if eos_token_id is None:
+        return set()
+    ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    return {int(i) for i in ids if int(i) >= 0}
+
+
+def _pad_id(target: Any, stops: set[int]) -> int:
+    pad = getattr(getattr(target, "generation_config", None), "pad_token_id", None)
+    return pad if pad is not None else min(stops, default=0)
+
+
+def _generators(seed: int | None, device: torch.device) -> list[torch.Generator | None]:
+    """One for drafts, one for verification. `uniform` separates their numbers even though the seed is one."""
+    if seed is None:
+        return [None, None]
+    return [torch.Generator(device).manual_seed(seed) for _ in range(2)]

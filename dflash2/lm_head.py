@@ -1,0 +1,161 @@
+"""The target's output head as the drafter reads it: the C best tokens per row, and nothing of its own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash2.errors import ConfigError
+from dflash2.ops.row_linear import row_linear
+from dflash2.ops.top_candidates import top_candidates
+
+__all__ = ["DenseLMHead", "Int8LMHead", "LMHead", "OpaqueLMHead", "as_lm_head"]
+
+#: Vocabulary rows that are dequantised at a time by the torch path: bounds the copy at a few MB.
+CHUNK_ROWS = 8192
+
+
+class LMHead(Protocol):
+    """What the drafter needs of a head. ``vocab_size`` counts real tokens; padded rows are never returned."""
+
+    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        """``[N, H]`` -> raw logits ``[N, vocab_size]``, before multiplier and softcap."""
+        ...
+
+    def top(self, hidden: Tensor, vocab_size: int, count: int) -> tuple[Tensor, Tensor]:
+        """``[N, H]`` -> the ``count`` best ids int64 and raw logits fp32, ``[N, count]``, as `top_candidates` orders."""
+        ...
+
+
+class _TopFromLogits:
+    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        raise NotImplementedError
+
+    def top(self, hidden: Tensor, vocab_size: int, count: int) -> tuple[Tensor, Tensor]:
+        return top_candidates(self.logits(hidden, vocab_size), count)
+
+
+class DenseLMHead(_TopFromLogits):
+    """A 16- or 32-bit weight ``[V', H]``, V' >= V, shared with its owner; tied embeddings are one of these."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        if weight.device.type != "meta" and not bool(weight.any()):
+            raise ConfigError(
+                "the head's weight is all zeros: it was never loaded. For a wrapped or multimodal target pass the "
+                "language model's own head."
+            )
+        self.weight, self.bias = weight, bias
+
+    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        bias = None if self.bias is None else self.bias[:vocab_size]
+        return F.linear(hidden.to(self.weight.dtype), self.weight[:vocab_size], bias)
+
+
+class OpaqueLMHead(_TopFromLogits):
+    """Any callable ``[N, H] -> [N, V']``: packed or quantised heads that have no weight to share."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]):
+        self.call = call
+
+    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        return self.call(hidden)[..., :vocab_size]
+
+
+class Int8LMHead(nn.Module, _TopFromLogits):
+    """Weight-only int8, symmetric, one scale per output row, fp32 accumulation. Serves the target and the drafter.
+
+    As a module it takes the place of a target's ``lm_head``. A row's result does not depend on the number of rows.
+
+    Attributes:
+        weight: int8 ``[V', H]``.
+        scale: fp32 ``[V']``; ``logit = scale * (weight . x) + bias``.
+        bias: ``[V']`` or None.
+    """
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        self.weight: Tensor
+        self.scale: Tensor
+        self.bias: Tensor | None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, free_source: bool = False) -> Int8LMHead:
+        """Quantise a head.
+
+        Args:
+            linear: ``[V', H]`` with or without bias.
+            free_source: release the 16-bit weight afterwards; ``linear`` is then empty and must be replaced.
+
+        Raises:
+            ConfigError: the weight is all zeros, or is to be freed while another module still reads it.
+        """
+        source = linear.weight
+        if not bool(source.any()):
+            raise ConfigError("the head's weight is all zeros: it was never loaded.")
+        others = _other_owners(linear) if free_source else []
+        if others:
+            raise ConfigError(
+                f"free_source=True: {others} other module(s) read this weight (tied to the embedding?), so freeing it "
+                "would break them. Use free_source=False."
+            )
+        weight = torch.empty(source.shape, dtype=torch.int8, device=source.device)
+        scale = torch.empty(source.shape[0], dtype=torch.float32, device=source.device)
+        for i in range(0, source.shape[0], CHUNK_ROWS):
+            rows = source[i : i + CHUNK_ROWS].detach().float()
+            largest = rows.abs().amax(-1)
+            scale[i : i + CHUNK_ROWS] = largest / 127
+            inverse = torch.where(largest > 0, 127 / largest, 0.0)
+            weight[i : i + CHUNK_ROWS] = (rows * inverse[:, None]).round().to(torch.int8)
+        bias = None if linear.bias is None else linear.bias.detach()
+        if free_source:
+            linear.weight = nn.Parameter(source.new_empty(0, source.shape[1]), requires_grad=False)
+        return cls(weight, scale, bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., H]`` -> logits ``[..., V']`` in hidden's dtype."""
+        flat = hidden.flatten(0, -2)
+        return self.logits(flat, self.weight.shape[0]).to(hidden.dtype).unflatten(0, hidden.shape[:-1])
+
+    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        x, out = hidden.float(), []
+        for i in range(0, vocab_size, CHUNK_ROWS):
+            part = slice(i, min(i + CHUNK_ROWS, vocab_size))
+            out.append(row_linear(x, self.weight[part].float()) * self.scale[part])
+        logits = torch.cat(out, -1)
+        return logits if self.bias is None else logits + self.bias[:vocab_size].float()
+
+
+def _other_owners(linear: nn.Linear) -> int:
+    """Modules besides ``linear`` whose parameters include the very same weight."""
+    holders = [r for r in gc.get_referrers(linear.weight) if isinstance(r, dict)]
+    return len([h for h in holders if any(v is linear.weight for v in h.values()) and h is not linear._parameters])
+
+
+def as_lm_head(head: Any) -> LMHead:
+    """Whatever a target offers as its head: a weight, a linear or (tied) embedding module, an `LMHead`, a callable.
+
+    Raises:
+        ConfigError: none of these, or a zero weight.
+    """
+    if hasattr(head, "top") and hasattr(head, "logits"):
+        return head
+    if isinstance(head, Tensor):
+        return DenseLMHead(head)
+    if type(head) in (nn.Linear, nn.Embedding):
+        return DenseLMHead(head.weight, getattr(head, "bias", None))
+    if callable(head):
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point() and not bool(weight.any()):
+            DenseLMHead(weight)  # raises: a wrapper around a head that was never loaded
+        return OpaqueLMHead(head)
+    raise ConfigError(
+        f"lm_head is a {type(head).__name__}: expected a weight, a module or a callable [N, H] -> [N, V]."
+    )

@@ -1,0 +1,128 @@
+"""Context rows of prefixes seen before, kept page by page under a chained hash of their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["PrefixStore", "TokenChain"]
+
+
+def _digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    data = b"".join(int(t).to_bytes(8, "little", signed=True) for t in tokens)
+    return hashlib.blake2b(parent + data, digest_size=16).digest()
+
+
+@dataclass
+class TokenChain:
+    """The tokens of one sequence from position 0, and the hash of every whole page of them."""
+
+    page_size: int
+    tokens: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.tokens.extend(int(t) for t in tokens)
+        for page in range(len(self.digests), len(self.tokens) // self.page_size):
+            self.digests.append(_digest(self.parent(page), self.page_tokens(page)))
+
+    def truncate(self, position: int) -> None:
+        del self.tokens[position:], self.digests[position // self.page_size :]
+
+    def parent(self, page: int) -> bytes:
+        return self.digests[page - 1] if page else b""
+
+    def page_tokens(self, page: int) -> tuple[int, ...]:
+        return tuple(self.tokens[page * self.page_size : (page + 1) * self.page_size])
+
+
+@dataclass
+class _Page:
+    index: int
+    parent: bytes
+    tokens: tuple[int, ...]
+
+
+class PrefixStore:
+    """A fixed number of pages, least recently used first out. Its memory is apart from that of live sequences.
+
+    A context row depends on its taps and its position only, and a causal target's taps depend on the tokens up to
+    there, so a row found under the same tokens is the row that would be computed.
+    """
+
+    def __init__(self, budget_bytes: int, page_size: int, row_shape: tuple[int, int, int], *, device, dtype):
+        layers, heads, head_dim = row_shape
+        page_bytes = 2 * layers * page_size * heads * head_dim * dtype.itemsize
+        self.page_size, self.num_pages = page_size, budget_bytes // page_bytes
+        shape = (layers, self.num_pages, page_size, heads, head_dim)
+        self.keys = torch.empty(shape, device=device, dtype=dtype)
+        self.values = torch.empty(shape, device=device, dtype=dtype)
+        self._pages: OrderedDict[bytes, _Page] = OrderedDict()
+        self._children: dict[bytes, set[bytes]] = {}
+        self._free = list(range(self.num_pages))
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._pages
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def put(self, chain: TokenChain, page: int, keys: Tensor, values: Tensor) -> None:
+        """Publish one whole page of a chain: keys, values ``[L, page_size, nkv, hd]``. A known page is only touched."""
+        digest = chain.digests[page]
+        if digest in self._pages:
+            self._pages.move_to_end(digest)
+            return
+        if not self.num_pages:
+            return
+        index = self._free.pop() if self._free else self._evict()
+        self.keys[:, index], self.values[:, index] = keys, values
+        self._pages[digest] = _Page(index, chain.parent(page), chain.page_tokens(page))
+        self._children.setdefault(chain.parent(page), set()).add(digest)
+
+    def _evict(self) -> int:
+        digest, page = self._pages.popitem(last=False)
+        siblings = self._children[page.parent]
+        siblings.discard(digest)
+        if not siblings:
+            del self._children[page.parent]
+        return page.index
+
+    def tail(self, chain: TokenChain, max_pages: int) -> list[tuple[int, int]]:
+        """The longest run of stored pages that ends where the chain ends.
+
+        Args:
+            chain: tokens 0 .. P-1. P need not be a multiple of the page size: the last rows then come from a stored
+                page that *begins* with the chain's last tokens.
+            max_pages: how many pages the window can use.
+
+        Returns:
+            (page number in the sequence, index in the store), ascending; empty when the last page is not stored.
+        """
+        last, part = divmod(len(chain.tokens), self.page_size)
+        found: list[tuple[int, int]] = []
+        if part and (page := self._beginning_with(chain.parent(last), tuple(chain.tokens[-part:]))) is not None:
+            found.append((last, page))
+        for number in reversed(range(last)):
+            page_or_none = self._pages.get(chain.digests[number])
+            if len(found) >= max_pages or page_or_none is None:
+                break
+            self._pages.move_to_end(chain.digests[number])
+            found.append((number, page_or_none.index))
+        return found[::-1]
+
+    def _beginning_with(self, parent: bytes, tokens: tuple[int, ...]) -> int | None:
+        for digest in self._children.get(parent, ()):
+            if self._pages[digest].tokens[: len(tokens)] == tokens:
+                self._pages.move_to_end(digest)
+                return self._pages[digest].index
+        return None

@@ -1,0 +1,172 @@
+"""Checkpoint folders: which files and tensors belong, reading them, and writing the published layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dflash2._paths import checkpoint_path, packaged_checkpoints
+from dflash2.config import DFlash2Config
+from dflash2.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dflash2.drafter import DFlash2Drafter
+
+__all__ = ["config_file", "load", "save"]
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+MASK_EMBEDDING = ("mask_embedding.safetensors", "mask_embedding.pt")
+HUB_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
+#: Copies of the target's tables that some exports carry. The target's own are used.
+NOT_OURS = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
+
+
+def find(source: str | Path) -> Path:
+    """The folder of a checkpoint: a local folder first, then a packaged one, then the hub.
+
+    Raises:
+        CheckpointError: none of them has it.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if str(source) in packaged_checkpoints():
+        return checkpoint_path(str(source))
+    if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+        raise CheckpointError(
+            f"{source}: no such folder. Give a folder, a hub id like owner/name, or a packaged drafter: "
+            f"{', '.join(packaged_checkpoints()) or 'none'}."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=HUB_FILES))
+    except Exception as e:  # the hub client raises many kinds: offline, not found, gated, interrupted
+        raise CheckpointError(
+            f"{source}: there is no such folder, and the hub did not give it ({type(e).__name__}: {e}). Check the name "
+            "and the network, or download it and pass the folder."
+        ) from e
+
+
+def config_file(source: str | Path) -> dict[str, Any]:
+    """The parsed ``config.json`` of a folder, a hub id, or the file itself."""
+    path = find(source)
+    path = path / CONFIG if path.is_dir() else path
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: a checkpoint folder holds {CONFIG} and {WEIGHTS}.") from None
+    except (ValueError, OSError) as e:
+        raise CheckpointError(f"{path} cannot be read as JSON: {e}. Copy it again.") from e
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds a {type(raw).__name__}, expected an object.")
+    return raw
+
+
+def load(
+    cls: type[DFlash2Drafter], source: str | Path, dtype: torch.dtype | None, device: torch.device
+) -> DFlash2Drafter:
+    """See `DFlash2Drafter.from_pretrained`. Tensors go straight to their place; no second set of weights exists."""
+    folder = find(source)
+    config = DFlash2Config.from_pretrained(folder)
+    drafter = cls(config, device="meta", dtype=dtype)
+    expected = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
+    found, problems = {}, []
+    for name, tensor in _tensors(folder, problems):
+        name = name.removeprefix("model.")
+        name = name.removesuffix(".weight") if "_codebook" in name else name
+        if name.startswith(NOT_OURS) or _is_identity_map(name, tensor):
+            continue
+        if name not in expected:
+            problems.append(f"unexpected tensor {name} {list(tensor.shape)}")
+        elif tuple(tensor.shape) != expected[name]:
+            problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}")
+        elif not tensor.is_floating_point():
+            problems.append(f"{name} is {tensor.dtype}: quantised drafters are not implemented")
+        else:
+            found[name] = tensor.to(device, drafter.dtype)
+    missing = [name for name in expected if name not in found and not any(p.startswith(name) for p in problems)]
+    problems += [f"missing tensor {name} {list(expected[name])}" for name in missing]
+    if problems:
+        raise CheckpointError(
+            f"{folder} does not hold a {config.architecture} as its {CONFIG} describes it:\n  - "
+            + "\n  - ".join(sorted(problems))
+            + "\nCompare the file with its source (truncated download?), or correct the config."
+        )
+    drafter.load_state_dict(found, assign=True)
+    drafter.mask_embedding = _mask_embedding(folder, config, device, drafter.dtype)
+    return drafter.requires_grad_(False).eval()
+
+
+def _tensors(folder: Path, problems: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder's safetensors files, one at a time; file-level faults go to ``problems``."""
+    if (folder / INDEX).exists():
+        index = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = sorted(set(index.values()))
+    elif (folder / WEIGHTS).exists():
+        files = [WEIGHTS]
+    else:
+        files = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in MASK_EMBEDDING)
+    if not files:
+        raise CheckpointError(f"{folder} holds no {WEIGHTS}; only safetensors files are read.")
+    for name in files:
+        try:
+            with safe_open(folder / name, framework="pt") as f:
+                for key in f.keys():  # noqa: SIM118 - not a mapping
+                    yield key, f.get_tensor(key)
+        except (SafetensorError, OSError) as e:
+            problems.append(f"file {name} cannot be read ({e}): missing or truncated")
+
+
+def _is_identity_map(name: str, tensor: Tensor) -> bool:
+    """Vocabulary maps that map nothing: offsets (d2t) of 0, or every token present (t2d)."""
+    return (name == "d2t" and not bool(tensor.any())) or (name == "t2d" and bool(tensor.all()))
+
+
+def _mask_embedding(folder: Path, config: DFlash2Config, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """The optional row that replaces the target's embedding of the mask token, inside the drafter only."""
+    path = next((folder / n for n in MASK_EMBEDDING if (folder / n).exists()), None)
+    if path is None:
+        return None
+    try:
+        if path.suffix == ".pt":
+            data = torch.load(path, weights_only=True, map_location="cpu")
+        else:
+            with safe_open(path, framework="pt") as f:
+                data = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 - not a mapping
+    except Exception as e:  # torch.load raises pickle, zip and runtime errors
+        raise CheckpointError(f"{path} cannot be read ({type(e).__name__}: {e}). Copy it again.") from e
+    row, token = (data.get("embedding"), data.get("mask_token_id")) if isinstance(data, dict) else (data, None)
+    if token is not None and int(token) != config.mask_token_id:
+        raise CheckpointError(
+            f"{path} is for mask_token_id={int(token)} and {CONFIG} says {config.mask_token_id}. They belong to "
+            "different checkpoints."
+        )
+    if not isinstance(row, Tensor) or row.numel() != config.hidden_size:
+        shape = list(row.shape) if isinstance(row, Tensor) else type(row).__name__
+        raise CheckpointError(f"{path} holds {shape}: expected one embedding row [{config.hidden_size}].")
+    return row.reshape(config.hidden_size).to(device, dtype)
+
+
+def save(drafter: DFlash2Drafter, folder: Path) -> None:
+    """See `DFlash2Drafter.save_pretrained`. Each file appears whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**drafter.config.to_dict(), "dtype": str(drafter.dtype).removeprefix("torch.")}
+    tensors = {name: t.detach().contiguous().cpu() for name, t in drafter.state_dict().items()}
+    temporary = folder / f".{WEIGHTS}.{os.getpid()}"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    os.replace(temporary, folder / WEIGHTS)
+    if drafter.mask_embedding is not None:
+        data = {"embedding": drafter.mask_embedding.cpu(), "mask_token_id": drafter.config.mask_token_id}
+        torch.save(data, folder / MASK_EMBEDDING[1])
+    temporary = folder / f".{CONFIG}.{os.getpid()}"
+    temporary.write_text(json.dumps(config, indent=2) + "\n")
+    os.replace(temporary, folder / CONFIG)
