@@ -1,0 +1,245 @@
+"""What a drafter is trained on: the rows of each block against the target, and the selector against its choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dflash2.config import DFlash2Config
+from dflash2.model import DraftNetwork
+from dflash2.training.anchors import Blocks
+from dflash2.training.attention import TiledAttention
+
+__all__ = ["BlockLoss", "BlockTargets", "HeadSettings", "block_loss", "block_targets", "draft_states", "head_loss"]
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """How logits and the base loss are made.
+
+    Attributes:
+        multiplier, softcap: as in `DFlash2Config`, applied in this order.
+        hard_weight: share of the cross-entropy against the gold token; the rest is cross-entropy against the target's
+            distribution. Its gradient is that of the KL divergence, and a distribution says more per row than a sample.
+        candidates: C; 0 without a selector.
+        chunk: rows of logits in memory at a time.
+        compiled: run the chunk through torch.compile.
+    """
+
+    multiplier: float
+    softcap: float | None
+    hard_weight: float
+    candidates: int
+    chunk: int
+    compiled: bool = False
+
+    @classmethod
+    def of(cls, config: DFlash2Config, *, hard_weight: float, chunk: int, compiled: bool = False) -> HeadSettings:
+        cap = config.final_logit_softcapping
+        return cls(config.output_multiplier, cap, hard_weight, config.selector_top_k, chunk, compiled)
+
+
+def scaled_logits(raw: Tensor, multiplier: float, softcap: float | None) -> Tensor:
+    """Head output to logits in fp32: multiplier, then ``c * tanh(x / c)``."""
+    logits = raw.float() * multiplier
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _chunk(
+    z: Tensor, head: Tensor, teacher: Tensor, token: Tensor, use_argmax: bool, s: HeadSettings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, its gradient by z, gold token and logits (in the head's dtype) of some rows."""
+    raw = z @ head.T
+    logits = scaled_logits(raw, s.multiplier, s.softcap)
+    target = (teacher @ head.T).float()
+    gold = target.argmax(-1) if use_argmax else token
+    soft = (target - target.logsumexp(-1, keepdim=True)).exp() * (1 - s.hard_weight)
+    lse = logits.logsumexp(-1, keepdim=True)
+    at_gold = logits.gather(-1, gold.unsqueeze(-1))
+    loss = lse - s.hard_weight * at_gold - (soft * logits).sum(-1, keepdim=True)
+    slope = (logits - lse).exp() - soft
+    slope = slope.scatter_add(-1, gold.unsqueeze(-1), torch.full_like(at_gold, -s.hard_weight))
+    if s.softcap is not None:
+        slope = slope * (1 - (logits / s.softcap).square())
+    grad = (slope * s.multiplier).to(head.dtype) @ head
+    return loss.squeeze(-1), grad, gold, raw
+
+
+_compiled_chunk = None
+
+
+def _chunk_function(compiled: bool):  # noqa: ANN202
+    global _compiled_chunk
+    if not compiled:
+        return _chunk
+    if _compiled_chunk is None:
+        _compiled_chunk = torch.compile(_chunk, dynamic=False)
+    return _compiled_chunk
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Cross-entropy through a frozen head, one chunk of rows at a time, the gradient made on the way forward.
+
+    Logits never exist for more than ``chunk`` rows, and are computed once: the head needs no gradient, so all that has
+    to be kept for the backward pass is a gradient the size of z.
+    """
+
+    @staticmethod
+    def forward(ctx, z, head, teacher, token, weight, use_argmax, settings):  # noqa: ANN001, ANN205
+        run = _chunk_function(settings.compiled)
+        losses, grads, golds, ids = [], [], [], []
+        for at in range(0, len(z), settings.chunk):
+            part = slice(at, at + settings.chunk)
+            loss, grad, gold, raw = run(z[part], head, teacher[part], token[part], use_argmax, settings)
+            losses.append(loss)
+            grads.append(grad)
+            golds.append(gold)
+            # Multiplier and softcap are monotonic: the best of the raw output are the best.
+            ids.append(raw.topk(max(settings.candidates, 1), dim=-1).indices)
+        scale = weight / weight.sum().clamp_min(1e-6)
+        ctx.save_for_backward(torch.cat(grads) * scale.unsqueeze(-1).to(z.dtype))
+        gold, best = torch.cat(golds), torch.cat(ids)
+        ctx.mark_non_differentiable(gold, best)
+        return (torch.cat(losses) * scale).sum(), gold, best
+
+    @staticmethod
+    def backward(ctx, grad_loss, _gold, _best):  # noqa: ANN001, ANN205
+        (grad,) = ctx.saved_tensors
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
+
+
+def head_loss(
+    z: Tensor, head: Tensor, teacher: Tensor, token: Tensor, weight: Tensor, *, use_argmax: bool, settings: HeadSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted mean of the base loss over rows.
+
+    Args:
+        z: ``[N, H]`` draft states after the final norm.
+        head: ``[V, H]``, frozen.
+        teacher: ``[N, H]`` states of the target that predict the same tokens.
+        token: int64 ``[N]``, the document's tokens.
+        weight: fp32 ``[N]``; 0 leaves a row out. All zero gives a loss of 0.
+        use_argmax: gold is the target's most likely token rather than the document's.
+        settings: see `HeadSettings`.
+
+    Returns:
+        the loss; gold int64 ``[N]``; the drafter's best ids int64 ``[N, max(C, 1)]``, best first, no gradient.
+    """
+    return _HeadLoss.apply(z, head, teacher, token, weight, use_argmax, settings)
+
+
+@dataclass(frozen=True)
+class BlockTargets:
+    """For rows 1..B-1 of each block, all ``[N, B-1]`` but ``teacher [N, B-1, H]``."""
+
+    token: Tensor
+    predecessor: Tensor
+    teacher: Tensor
+    weight: Tensor
+
+
+def block_targets(blocks: Blocks, states: Tensor, block_size: int, gamma: float) -> BlockTargets:
+    """Row i is to predict the token at anchor + i, as the target does from its state at anchor + i - 1.
+
+    Args:
+        blocks: the blocks.
+        states: ``[R*S, H]``, what the target's head reads.
+        block_size: B.
+        gamma: decay; row i weighs ``exp(-(i-1)/gamma)``, since a row counts only if those before it were right.
+    """
+    index = blocks.rows(block_size)
+    decay = torch.exp(-torch.arange(block_size - 1, device=states.device, dtype=torch.float32) / gamma)
+    weight = blocks.supervised(block_size).float() * decay
+    return BlockTargets(blocks.tokens[index[:, 1:]], blocks.tokens[index[:, :-1]], states[index[:, :-1]], weight)
+
+
+def draft_states(network: DraftNetwork, embedding: Tensor, blocks: Blocks, taps: Tensor) -> Tensor:
+    """The inference forward for all blocks at once.
+
+    Args:
+        network: the drafter.
+        embedding: ``[V, H]`` rows of the target's table.
+        blocks: N blocks over R*S tokens.
+        taps: ``[R*S, T*H]``.
+
+    Returns:
+        ``[N, B, H]``, after the final norm.
+    """
+    config = network.config
+    keys, values = network.context_rows(taps, blocks.positions)
+    ids = torch.full((len(blocks.anchors), config.block_size), config.mask_token_id, device=taps.device)
+    ids[:, 0] = blocks.tokens[blocks.anchors]
+    hidden = (embedding[ids] * config.input_embedding_scale).to(keys.dtype)
+    start = blocks.positions[blocks.anchors].unsqueeze(-1)
+    positions = start + torch.arange(config.block_size, device=taps.device)
+    return network(hidden, positions, TiledAttention(config, blocks, keys, values))
+
+
+@dataclass(frozen=True)
+class BlockLoss:
+    """Loss and what to report of a step. Tensors stay on the device."""
+
+    total: Tensor
+    base: Tensor
+    selector: Tensor
+    top1: Tensor
+    recall: Tensor
+    choice: Tensor
+
+
+def block_loss(
+    network: DraftNetwork,
+    z: Tensor,
+    head: Tensor,
+    targets: BlockTargets,
+    *,
+    settings: HeadSettings,
+    selector_weight: float,
+    use_argmax: bool,
+) -> BlockLoss:
+    """Base loss plus ``selector_weight`` times the selector's, each with its own normaliser.
+
+    The selector chooses among the drafter's own C candidates with the *true* token before them; gold is the same as
+    the base loss's. By default that is the target's argmax after the document's tokens: greedy verification compares
+    with exactly that, and on sampled documents it has less noise than the token that happened to be drawn. Rows whose
+    gold is not among the candidates are left out: nothing the selector could do would win them.
+
+    Args:
+        network: the drafter.
+        z: ``[N, B, H]``.
+        head: ``[V, H]``, frozen.
+        targets: for rows 1..B-1.
+        settings: see `HeadSettings`.
+        selector_weight: factor on the selector's loss.
+        use_argmax: gold is the target's argmax, else the document's token.
+    """
+    rows = z[:, 1:].flatten(0, 1)
+    weight = targets.weight.flatten()
+    args = (targets.teacher.flatten(0, 1), targets.token.flatten(), weight)
+    base, gold, best = head_loss(rows, head, *args, use_argmax=use_argmax, settings=settings)
+    shape = targets.weight.shape
+    used = (targets.weight > 0).float()
+    rate = lambda right: ((right.view(shape) * used).sum(0) / used.sum(0).clamp_min(1)).detach()  # noqa: E731
+    hit = best == gold.unsqueeze(-1)
+    top1, recall = rate(hit[:, 0].float()), rate(hit.any(-1).float())
+    selector = network.candidate_selector
+    if selector is None:
+        zero = base.new_zeros(())
+        return BlockLoss(base, base, zero, top1, recall, top1)
+    scores = candidate_logits(rows, head, best, settings)
+    gate = selector.hidden_projection(rows)
+    scores = scores + selector.pair_scores(gate, targets.predecessor.flatten().unsqueeze(-1), best).squeeze(-2)
+    usable = weight * hit.any(-1)
+    losses = F.cross_entropy(scores, hit.int().argmax(-1), reduction="none")
+    chosen = (losses * usable).sum() / usable.sum().clamp_min(1e-6)
+    won = hit.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1).float()
+    return BlockLoss(base + selector_weight * chosen, base, chosen, top1, recall, rate(won))
+
+
+def candidate_logits(rows: Tensor, head: Tensor, candidates: Tensor, s: HeadSettings) -> Tensor:
+    """Logits of the candidates only, with gradient: rows ``[N, H]``, candidates ``[N, C]`` -> fp32 ``[N, C]``."""
+    raw = torch.bmm(head[candidates], rows.to(head.dtype).unsqueeze(-1)).squeeze(-1)
+    return scaled_logits(raw, s.multiplier, s.softcap)
