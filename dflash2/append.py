@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash2.errors import PositionError
 from dflash2.model import DraftNetwork
 from dflash2.positions import host_integers, integers_on_device
 from dflash2.prefix_store import TokenChain

@@ -153,6 +153,7 @@ class DFlash2Config:
         return {**self.extra, **out}
 
     def to_json(self) -> str:
+        """`to_dict` as the text of a ``config.json``."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @property
@@ -162,10 +163,12 @@ class DFlash2Config:
 
     @property
     def has_conv(self) -> bool:
+        """Whether sublayers are wrapped in grouped convolutions."""
         return self.conv_kernel_size > 0
 
     @property
     def has_selector(self) -> bool:
+        """Whether candidates are chosen along a path."""
         return self.selector_top_k > 0
 
     @property

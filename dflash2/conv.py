@@ -24,6 +24,7 @@ class GroupedConv(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, out, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
+        """The identity: tap 0 is 1, everything else 0."""
         nn.init.zeros_(self.base_kernel)
         nn.init.ones_(self.base_kernel[:, 0])
         nn.init.zeros_(self.kernel_projection.weight)

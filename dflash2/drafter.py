@@ -107,14 +107,17 @@ class DFlash2Drafter(DraftNetwork):
 
     @property
     def is_bound(self) -> bool:
+        """Whether `bind_target` was called."""
         return bool(self._head)
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of weights, context rows and block rows."""
         return self.fc.weight.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where the weights lie."""
         return self.fc.weight.device
 
     def new_kv(

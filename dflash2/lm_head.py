@@ -28,7 +28,7 @@ class LMHead(Protocol):
         ...
 
     def top(self, hidden: Tensor, vocab_size: int, count: int) -> tuple[Tensor, Tensor]:
-        """``[N, H]`` -> the ``count`` best ids int64 and raw logits fp32, ``[N, count]``, as `top_candidates` orders."""
+        """``[N, H]`` -> the ``count`` best ids and raw fp32 logits, ``[N, count]``, ordered as by `top_candidates`."""
         ...
 
 
@@ -52,6 +52,7 @@ class DenseLMHead(_TopFromLogits):
         self.weight, self.bias = weight, bias
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        """See `LMHead`; in the weight's dtype."""
         bias = None if self.bias is None else self.bias[:vocab_size]
         return F.linear(hidden.to(self.weight.dtype), self.weight[:vocab_size], bias)
 
@@ -63,6 +64,7 @@ class OpaqueLMHead(_TopFromLogits):
         self.call = call
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        """See `LMHead`; in whatever dtype the callable returns."""
         return self.call(hidden)[..., :vocab_size]
 
 
@@ -125,6 +127,7 @@ class Int8LMHead(nn.Module, _TopFromLogits):
         return self.logits(flat, self.weight.shape[0]).to(hidden.dtype).unflatten(0, hidden.shape[:-1])
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        """See `LMHead`; fp32."""
         x, out = hidden.float(), []
         for i in range(0, vocab_size, CHUNK_ROWS):
             part = slice(i, min(i + CHUNK_ROWS, vocab_size))

@@ -30,6 +30,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """``[..., size]``, any dtype."""
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * y.to(x.dtype)
@@ -127,6 +128,7 @@ class DraftNetwork(nn.Module):
 
     @property
     def draft_layers(self) -> list[DraftLayer]:
+        """The layers, typed."""
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
 
     def context_rows(self, taps: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

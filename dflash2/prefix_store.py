@@ -27,17 +27,21 @@ class TokenChain:
     digests: list[bytes] = field(default_factory=list)
 
     def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens, and the hashes of pages that are now whole."""
         self.tokens.extend(int(t) for t in tokens)
         for page in range(len(self.digests), len(self.tokens) // self.page_size):
             self.digests.append(_digest(self.parent(page), self.page_tokens(page)))
 
     def truncate(self, position: int) -> None:
+        """Forget tokens from ``position`` on."""
         del self.tokens[position:], self.digests[position // self.page_size :]
 
     def parent(self, page: int) -> bytes:
+        """Hash of everything before a page."""
         return self.digests[page - 1] if page else b""
 
     def page_tokens(self, page: int) -> tuple[int, ...]:
+        """The ids in a page, fewer than `page_size` in the last one."""
         return tuple(self.tokens[page * self.page_size : (page + 1) * self.page_size])
 
 
@@ -74,6 +78,7 @@ class PrefixStore:
 
     @property
     def nbytes(self) -> int:
+        """Bytes held, fixed at creation."""
         return self.keys.nbytes + self.values.nbytes
 
     def put(self, chain: TokenChain, page: int, keys: Tensor, values: Tensor) -> None:

@@ -54,7 +54,7 @@ class RotaryTable:
         self._on: dict[torch.device, Tensor] = {}
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """int ``[...]`` -> (cos, sin), each fp32 ``[..., hd/2]``."""
+        """Positions int ``[...]`` -> (cos, sin), each fp32 ``[..., hd/2]``."""
         device = positions.device
         if device not in self._on:
             self._on[device] = self._frequencies.to(device)

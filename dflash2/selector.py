@@ -21,6 +21,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
+        """Neutral: every pair scores 0."""
         nn.init.normal_(self.predecessor_codebook, std=0.02)
         nn.init.zeros_(self.successor_codebook)
         nn.init.normal_(self.hidden_projection.weight, std=0.02)

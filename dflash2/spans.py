@@ -14,6 +14,7 @@ def cut(spans: Spans, first: int, end: int) -> Spans:
 
 
 def merge(spans: Spans) -> Spans:
+    """The same positions in ascending, disjoint spans."""
     merged: Spans = []
     for a, b in sorted(spans):
         if merged and a <= merged[-1][1]:
@@ -24,4 +25,5 @@ def merge(spans: Spans) -> Spans:
 
 
 def runs(positions: list[int]) -> Spans:
+    """Ascending positions as spans."""
     return merge([(p, p + 1) for p in positions])

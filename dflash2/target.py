@@ -30,6 +30,14 @@ def decoder_layers(target: nn.Module) -> nn.ModuleList:
     )
 
 
+def refuse_state(target: Any, kinds: Sequence[str]) -> None:
+    """Say that rejected drafts could not be taken out of this target's state."""
+    raise ConfigError(
+        f"{type(target).__name__} keeps state that cannot be rolled back ({', '.join(kinds) or 'of its own'}): rejected "
+        "drafts would stay in it. Only targets whose every layer caches plain keys and values can be drafted for here."
+    )
+
+
 class TargetRunner:
     """Runs the target on chunks of tokens, keeps its cache, and hands out taps of the chosen layers only.
 
@@ -44,6 +52,9 @@ class TargetRunner:
     def __init__(self, target: Any, layer_ids: Sequence[int], mask: Tensor):
         from transformers import DynamicCache
 
+        kinds = set(getattr(target.config.get_text_config(), "layer_types", None) or [])
+        if kinds - {"full_attention", "sliding_attention"}:
+            refuse_state(target, sorted(kinds))
         self.target, self.layer_ids, self.mask = target, tuple(layer_ids), mask
         self.cache = DynamicCache()
         accepted = inspect.signature(target.forward).parameters
@@ -95,12 +106,9 @@ class TargetRunner:
 
     def _check_cache(self, length: int) -> None:
         """Rejected drafts must leave the cache: that takes plain keys and values for every layer."""
-        bad = [type(x).__name__ for x in self.cache.layers if type(x).__name__ != "DynamicLayer"]
-        if bad or self.cache.get_seq_length() != length:
-            raise ConfigError(
-                f"{type(self.target).__name__} keeps state that cannot be rolled back ({sorted(set(bad)) or 'its own'}): "
-                "rejected drafts would stay in it. Only targets whose every layer caches plain keys and values work."
-            )
+        kinds = {type(layer).__name__ for layer in self.cache.layers}
+        if kinds != {"DynamicLayer"} or self.cache.get_seq_length() != length:
+            refuse_state(self.target, sorted(kinds))
 
     def keep(self, rows: Tensor, lengths: Tensor) -> None:
         """Drop finished requests and each remaining one's rejected rows.

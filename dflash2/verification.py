@@ -108,7 +108,7 @@ def _leading(stands: Tensor) -> Tensor:
 
 
 def _draft_probability(proposal: Proposal) -> Tensor:
-    """q of each drafted token, fp32 ``[R, k]``; 1 for greedy drafts."""
+    """Probability q of each drafted token, fp32 ``[R, k]``; 1 for greedy drafts."""
     if proposal.q is None:
         return torch.ones_like(proposal.tokens, dtype=torch.float32)
     if proposal.candidates is None:
@@ -123,7 +123,7 @@ def _stands(proposal: Proposal, p: Tensor, generator: torch.Generator | None) ->
 
 
 def _residual(proposal: Proposal, p: Tensor, accepted: Tensor) -> Tensor:
-    """``max(p - q, 0)`` at the first rejected row ``[R, V]``; p itself where all stood, nothing was drafted, or 0 is left."""
+    """``max(p - q, 0)`` at the first rejected row, ``[R, V]``; p itself where all stood or nothing is left."""
     k = proposal.tokens.shape[1]
     if k == 0:
         return p

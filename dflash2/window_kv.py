@@ -15,12 +15,11 @@ from torch import Tensor
 
 from dflash2.config import DFlash2Config
 from dflash2.errors import CapacityError, ConfigError, PositionError
+from dflash2.pages import NOT_STORED, PagePool
 from dflash2.prefix_store import PrefixStore, TokenChain
 from dflash2.spans import Spans, cut, merge, runs
 
 __all__ = ["SequenceState", "WindowKV"]
-
-NOT_STORED = -1
 
 
 @dataclass
@@ -52,17 +51,15 @@ class _Sequence:
     stale: bool = False  # positions moved on the device: next and spans are to be read back
 
 
-class WindowKV:
+class WindowKV(PagePool):
     """Create with `DFlash2Drafter.new_kv`. Handles are integers that are never used twice.
 
     Attributes:
         num_pages: pages in the pool.
         page_size: rows per page.
         ring_pages: the most pages one sequence can own: ceil(W/page_size) + 2 when every layer slides.
-        keys, values: ``[L, (num_pages + 1) * page_size, nkv, hd]``. The extra page takes rows that are not to be kept.
-        tags: int64 ``[(num_pages + 1) * page_size]``, position of each row, or -1.
         next, limit: int64 ``[max_sequences]``, each sequence's next position and the bound that was reserved.
-        faults: int64 ``[max_sequences]`` on the device, calls whose device-side positions did not fit.
+        faults: int64 ``[max_sequences]`` on the device, appends whose device-side positions did not fit.
     """
 
     def __init__(
@@ -80,56 +77,28 @@ class WindowKV:
         for name, value in (("max_sequences", max_sequences), ("max_tokens", max_tokens), ("page_size", page_size)):
             if value < 1:
                 raise CapacityError(f"{name}={value}: must be at least 1.")
-        self.config, self.page_size, self.max_sequences = config, page_size, max_sequences
-        self.ring_pages = -(-max_tokens // page_size)
+        ring_pages = -(-max_tokens // page_size)
         if config.retention is not None:
-            self.ring_pages = min(self.ring_pages, -(-(config.retention + 1) // page_size) + 2)
-        self.num_pages = max_sequences * self.ring_pages if num_pages is None else num_pages
-        self._row_shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-        self._allocate(torch.device(device), dtype, prefix_store_bytes)
-        self._free_pages = list(range(self.num_pages))[::-1]
+            ring_pages = min(ring_pages, -(-(config.retention + 1) // page_size) + 2)
+        super().__init__(
+            (config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
+            slots=max_sequences,
+            num_pages=max_sequences * ring_pages if num_pages is None else num_pages,
+            ring_pages=ring_pages,
+            page_size=page_size,
+            device=torch.device(device),
+            dtype=dtype,
+        )
+        self.config, self.max_sequences = config, max_sequences
+        self.next, self.limit, self.faults = torch.zeros(3, max_sequences, dtype=torch.int64, device=device)
+        self.store: PrefixStore | None = None
+        if prefix_store_bytes:
+            self.store = PrefixStore(prefix_store_bytes, page_size, self.row_shape, device=self.device, dtype=dtype)
         self._free_slots = list(range(max_sequences))[::-1]
         self._sequences: dict[int, _Sequence] = {}
         self._last_handle = -1
 
-    def _allocate(self, device: torch.device, dtype: torch.dtype, prefix_store_bytes: int) -> None:
-        layers, heads, head_dim = self._row_shape
-        rows = (self.num_pages + 1) * self.page_size
-        kw = {"device": device, "dtype": torch.int64}
-        try:
-            self.keys = torch.empty(layers, rows, heads, head_dim, device=device, dtype=dtype)
-            self.values = torch.empty_like(self.keys)
-            self.tags = torch.full((rows,), NOT_STORED, **kw)
-            self.page_table = torch.full((self.max_sequences, self.ring_pages), NOT_STORED, **kw)
-            self.next = torch.zeros(self.max_sequences, **kw)
-            self.limit = torch.zeros(self.max_sequences, **kw)
-            self.faults = torch.zeros(self.max_sequences, **kw)
-            self.store = None
-            if prefix_store_bytes:
-                self.store = PrefixStore(
-                    prefix_store_bytes, self.page_size, self._row_shape, device=device, dtype=dtype
-                )
-        except RuntimeError as e:  # torch.OutOfMemoryError is one, and so is the CPU allocator's error
-            need = 2 * layers * rows * heads * head_dim * dtype.itemsize + prefix_store_bytes
-            raise CapacityError(
-                f"the drafter's KV needs {need:,} bytes ({self.num_pages} pages of {self.page_size} rows) and {device} "
-                "cannot give them. Lower max_sequences, max_tokens or num_pages."
-            ) from e
-
     # -- what a caller may ask ------------------------------------------------------------------------------------
-
-    @property
-    def ring(self) -> int:
-        """Rows one sequence can hold."""
-        return self.ring_pages * self.page_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.keys.device
-
-    @property
-    def pages_in_use(self) -> int:
-        return self.num_pages - len(self._free_pages)
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +108,7 @@ class WindowKV:
 
     @property
     def open_sequences(self) -> list[int]:
+        """Handles that are open."""
         return list(self._sequences)
 
     def pages_needed(self, num_tokens: int, start_position: int = 0) -> int:
@@ -279,7 +249,7 @@ class WindowKV:
             ConfigError: the rows are another drafter's.
             CapacityError: no free sequence or not enough pages.
         """
-        layers, heads, head_dim = self._row_shape
+        layers, heads, head_dim = self.row_shape
         expected = (layers, len(state.positions), heads, head_dim)
         if tuple(state.keys.shape) != expected or tuple(state.values.shape) != expected:
             raise ConfigError(f"imported rows have shape {tuple(state.keys.shape)}, this drafter expects {expected}.")
@@ -295,7 +265,8 @@ class WindowKV:
             raise
         kept = state.positions >= s.next - self.ring
         positions = state.positions[kept]
-        self.write(self._slots(s, len(positions)), positions, state.keys[:, kept], state.values[:, kept])
+        keys, values = (x[:, kept].to(self.device) for x in (state.keys, state.values))
+        self.write(self._slots(s, len(positions)), positions.to(self.device), keys, values)
         if self.store is not None and state.tokens is not None:
             s.chain = TokenChain(self.page_size)
             s.chain.extend(state.tokens)
@@ -337,7 +308,7 @@ class WindowKV:
             self._trim(self._get(seq))
 
     def read_back(self, seq: int, first: int, end: int) -> tuple[int, Tensor, Tensor]:
-        """Stored rows ``[first, end)`` as (first, keys, values ``[L, n, nkv, hd]``); none, from ``end``, if not all valid."""
+        """Stored rows ``[first, end)``: (first, keys, values ``[L, n, nkv, hd]``). One missing: none, from ``end``."""
         s = self._fresh(seq)
         first = first if cut(s.spans, first, end) == [(first, end)] else end
         positions = torch.arange(first, end, device=self.device)
@@ -361,33 +332,8 @@ class WindowKV:
             s.stale, s.chain = True, None
 
     def chain(self, seq: int) -> TokenChain | None:
+        """Its tokens from position 0 with their page hashes, where a prefix store can use them."""
         return self._get(seq).chain
-
-    def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Row of each position in `keys` and `tags`; the extra page where no page is owned. int64, broadcast shape."""
-        page = self.page_table[slots, (positions // self.page_size) % self.ring_pages]
-        page = torch.where(page < 0, self.num_pages, page)
-        return page * self.page_size + positions % self.page_size
-
-    def write(self, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor, keep: Tensor | None = None) -> None:
-        """Store rows ``keys, values [L, N, nkv, hd]`` at ``positions [N]``; rows where ``keep`` is False are not kept."""
-        positions = positions.to(self.device)
-        rows = self.rows(slots, positions)
-        if keep is not None:
-            rows = torch.where(keep, rows, self.num_pages * self.page_size)
-        self.keys.index_copy_(1, rows, keys.to(self.keys.device, self.keys.dtype))
-        self.values.index_copy_(1, rows, values.to(self.values.device, self.values.dtype))
-        self.tags.index_copy_(0, rows, positions)
-        self.tags[self.num_pages * self.page_size :] = NOT_STORED
-
-    def context(self, slots: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The ``length`` positions before each start: rows, positions and whether the row is really there.
-
-        All ``[R, length]``. A row is there when its tag says the position that is looked for.
-        """
-        positions = starts[:, None] + torch.arange(-length, 0, device=starts.device)
-        rows = self.rows(slots[:, None], positions.clamp_min(0))
-        return rows, positions, (self.tags[rows] == positions) & (positions >= 0)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -396,7 +342,7 @@ class WindowKV:
             return self._sequences[seq]
         except (KeyError, TypeError):
             raise PositionError(
-                f"sequence {seq!r} is not open in this KV (closed, or another's). Use kv.open."
+                f"sequence {seq!r} is not open in this KV: it was closed, or belongs to another. Use kv.open."
             ) from None
 
     def _distinct(self, seqs: Sequence[int]) -> list[_Sequence]:
@@ -432,13 +378,6 @@ class WindowKV:
     def _slots(self, s: _Sequence, n: int) -> Tensor:
         return torch.full((n,), s.slot, dtype=torch.int64, device=self.device)
 
-    def _places(self, first: int, end: int) -> set[int]:
-        """Places in the ring that rows ``[first, end)`` use."""
-        if end <= first:
-            return set()
-        pages = range(first // self.page_size, (end - 1) // self.page_size + 1)
-        return set(range(self.ring_pages)) if len(pages) >= self.ring_pages else {p % self.ring_pages for p in pages}
-
     def _own(self, wanted: Iterable[tuple[_Sequence, int, int]]) -> None:
         """Allocate what is missing for the ranges, for all of them or for none."""
         missing: dict[tuple[int, int], _Sequence] = {}
@@ -446,26 +385,12 @@ class WindowKV:
             for place in sorted(self._places(first, end)):
                 if place not in s.pages:
                     missing[s.slot, place] = s
-        if len(missing) > len(self._free_pages):
-            raise CapacityError(
-                f"{len(missing)} pages are needed and {len(self._free_pages)} of {self.num_pages} are free. Close "
-                "sequences, or create the KV with more pages."
-            )
-        if not missing:
-            return
-        pages = [self._free_pages.pop() for _ in missing]
-        for ((_, place), s), page in zip(missing.items(), pages, strict=True):
-            s.pages[place] = page
-        where = torch.tensor([(*key, page) for key, page in zip(missing, pages, strict=True)]).to(self.device)
-        self.tags.view(-1, self.page_size)[where[:, 2]] = NOT_STORED
-        self.page_table[where[:, 0], where[:, 1]] = where[:, 2]
+        for (key, s), page in zip(missing.items(), self._allocate(list(missing)), strict=True):
+            s.pages[key[1]] = page
 
     def _release(self, s: _Sequence, keep: set[int]) -> None:
-        gone = [place for place in s.pages if place not in keep]
-        if not gone:
-            return
-        self.page_table[s.slot, torch.tensor(gone, device=self.device)] = NOT_STORED
-        self._free_pages.extend(s.pages.pop(place) for place in gone)
+        """Give back the sequence's pages at other places than those to keep."""
+        self._give_back(s.slot, {place: s.pages.pop(place) for place in list(s.pages) if place not in keep})
 
     def _trim(self, s: _Sequence) -> None:
         """Give back pages that neither hold a valid row nor are reserved."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from torch import Tensor
 
 __all__ = ["block_visible", "context_visible"]
@@ -11,7 +10,7 @@ __all__ = ["block_visible", "context_visible"]
 def _within(query: Tensor, key: Tensor, window: int | None, causal: bool) -> Tensor:
     """``causal: key <= query``; ``window: |query - key| < W``, the right side only when not causal."""
     distance = query - key
-    visible = distance == distance  # noqa: PLR0124 - all true, whatever kind of tensor flex attention passes in
+    visible = distance == distance  # all true, whatever kind of tensor flex attention passes in
     if causal:
         visible = visible & (distance >= 0)
     if window is not None:
