@@ -33,8 +33,8 @@ def decoder_layers(target: nn.Module) -> nn.ModuleList:
 def refuse_state(target: Any, kinds: Sequence[str]) -> None:
     """Say that rejected drafts could not be taken out of this target's state."""
     raise ConfigError(
-        f"{type(target).__name__} keeps state that cannot be rolled back ({', '.join(kinds) or 'of its own'}): rejected "
-        "drafts would stay in it. Only targets whose every layer caches plain keys and values can be drafted for here."
+        f"{type(target).__name__} keeps state that cannot be rolled back ({', '.join(kinds) or 'of its own'}): "
+        "rejected drafts would stay in it. Only targets whose every layer caches plain keys and values can be drafted for here."
     )
 
 

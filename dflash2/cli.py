@@ -1,0 +1,179 @@
+"""The command ``dflash2``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import dflash2
+
+__all__ = ["main"]
+
+USER_ERROR, FAILED = 2, 1
+PAIR_HELP = "a folder, a hub id like owner/name, or the name of what ships with the package (default: %(default)s)"
+EXAMPLES = """examples:
+  dflash2 demo                                       answers from the embedded model, drafted and verified
+  dflash2 generate "Why is the sky blue?"            stream one answer
+  dflash2 generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --file prompt.txt
+  dflash2 inspect path/to/drafter --target path/to/target
+
+exit codes: 0 done, 1 an output differed or did not fit, 2 the input was wrong (the message says what to change)
+"""
+
+
+def _pair(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", default="smollm2-135m", help=f"the model that decides: {PAIR_HELP}")
+    parser.add_argument("--drafter", default="smollm2-135m-dflash2", help=f"the model that drafts: {PAIR_HELP}")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16; auto: bfloat16 on GPUs")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dflash2",
+        description="Exact LLM decoding with a DFlash2 drafter: it proposes a block, the target verifies it in one "
+        "pass, and the output is the target's own.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dflash2 {dflash2.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    demo = commands.add_parser("demo", help="answer three prompts with and without drafts, and compare")
+    _pair(demo)
+    demo.add_argument("--prompt", action="append", help="ask this instead; may be repeated")
+    demo.add_argument("--max-new-tokens", type=int, default=128, help="per answer (default: %(default)s)")
+    demo.add_argument("--json", type=Path, help="write the numbers to this file")
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", help="answer a prompt with your own target and drafter")
+    generate.add_argument("prompt", nargs="?", help="the prompt; without it --file, else standard input")
+    _pair(generate)
+    generate.add_argument("--file", type=Path, help="read the prompt from a file")
+    generate.add_argument("--system", help="system turn of the chat template")
+    generate.add_argument("--raw", action="store_true", help="no chat template: continue the text as it is")
+    generate.add_argument("--max-new-tokens", type=int, default=256, help="budget (default: %(default)s)")
+    generate.add_argument("--num-draft-tokens", type=int, help="drafts per round (default: all the block has room for)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="of the target's distribution (default: off)")
+    generate.add_argument("--top-k", type=int, default=0, help="of the target's distribution (default: off)")
+    generate.add_argument("--seed", type=int, help="makes sampling repeatable")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
+    generate.set_defaults(run=_generate)
+
+    inspect = commands.add_parser("inspect", help="what a checkpoint is, and whether it fits a target")
+    inspect.add_argument("drafter", nargs="?", default="smollm2-135m-dflash2", help=PAIR_HELP)
+    inspect.add_argument("--target", help="check the fit with this target (its config is enough)")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from dflash2.demo import PROMPTS, run_demo
+    from dflash2.loading import load_pair
+
+    pair = load_pair(args.target, args.drafter, args.device, args.dtype)
+    prompts = [(f"prompt {i + 1}", p) for i, p in enumerate(args.prompt or [])] or PROMPTS
+    return 0 if run_demo(*pair, prompts, args.max_new_tokens, args.json) else FAILED
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None and args.file is not None:
+        raise dflash2.ConfigError("both a prompt and --file were given. Give one.")
+    if args.file is not None:
+        try:
+            return args.file.read_text()
+        except OSError as e:
+            raise dflash2.ConfigError(f"--file {args.file} cannot be read: {e.strerror}.") from e
+    if args.prompt not in (None, "-"):
+        return args.prompt
+    if sys.stdin.isatty():
+        print("prompt (end with Ctrl-D):", file=sys.stderr)
+    return sys.stdin.read()
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompt = _prompt(args)
+    if not prompt.strip():
+        raise dflash2.ConfigError("the prompt is empty. Give it as an argument, with --file, or on standard input.")
+    from transformers import TextStreamer
+
+    from dflash2.loading import load_pair, prompt_ids
+
+    target, tokenizer, drafter = load_pair(args.target, args.drafter, args.device, args.dtype)
+    ids = prompt_ids(tokenizer, prompt, args.system, args.raw).to(drafter.device)
+    streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    out = dflash2.generate(
+        target, drafter, ids, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
+        top_k=args.top_k, num_draft_tokens=args.num_draft_tokens, seed=args.seed, streamer=streamer,
+    )  # fmt: skip
+    s = out.stats
+    numbers = {
+        "new_tokens": s.new_tokens,
+        "target_passes": s.target_passes,
+        "acceptance_length": round(s.acceptance_length, 3),
+        "prefill_s": round(s.prefill_s, 3),
+        "decode_tokens_per_s": round((s.new_tokens - 1) / s.decode_s, 2) if s.decode_s else None,
+    }
+    if args.json:
+        text = tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+        print(json.dumps({"text": text, **numbers}))
+    else:
+        print(", ".join(f"{k} {v}" for k, v in numbers.items()), file=sys.stderr)
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from dflash2.inspection import describe, misfits
+
+    drafter = dflash2.DFlash2Drafter.from_pretrained(args.drafter)
+    facts: dict[str, Any] = {"checkpoint": str(args.drafter), **describe(drafter)}
+    problems: list[str] = []
+    if args.target:
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(dflash2.resolve_target(args.target))
+        except (OSError, ValueError) as e:
+            raise dflash2.CheckpointError(f"target {args.target}: its config cannot be loaded ({e}).") from e
+        problems = misfits(drafter.config, config)
+        facts["fits target"] = {"target": args.target, "fits": not problems, "problems": problems}
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print("\n".join(_lines(facts)))
+    return FAILED if problems else 0
+
+
+def _lines(facts: dict[str, Any], indent: str = "") -> list[str]:
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, dict) and len(value) > 2:
+            total = f"  {sum(value.values()):,}" if all(isinstance(v, int) for v in value.values()) else ""
+            lines += [f"{indent}{name}{total}", *_lines(value, indent + "  ")]
+        else:
+            shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value > 9999 else value
+            lines.append(f"{indent}{name:<38}{'-' if shown is None else shown}")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except ValueError as e:  # every error that a user can mend is one
+        print(f"dflash2: {type(e).__name__}: {e}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("dflash2: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

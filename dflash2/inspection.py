@@ -1,0 +1,92 @@
+"""What a checkpoint is: shapes, window, taps, bytes, and whether it fits a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash2.config import DFlash2Config
+from dflash2.drafter import DFlash2Drafter
+
+__all__ = ["describe", "misfits", "propose_bytes"]
+
+
+def propose_bytes(
+    c: DFlash2Config, weight_bytes: int, context: int, item: int = 2, head_item: int = 2
+) -> dict[str, int]:
+    """Bytes one `propose` of one sequence must move, by part.
+
+    Args:
+        c: the drafter.
+        weight_bytes: bytes of all weights but the codebooks, which are only gathered from.
+        context: visible context rows.
+        item: bytes per stored element of context rows and codebooks.
+        head_item: bytes per element of the target's head: 2 for 16-bit, 1 for int8.
+    """
+    return {
+        "drafter weights": weight_bytes,
+        "target head": head_item * c.vocab_size * c.hidden_size,
+        "context rows": 2 * item * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * context,
+        "codebook rows": 2 * item * c.max_draft_tokens * c.selector_top_k * c.selector_rank,
+    }
+
+
+def describe(drafter: DFlash2Drafter, page_size: int = 16) -> dict[str, Any]:
+    """Facts about a loaded drafter, ready for printing or JSON. Sizes in bytes, in the dtype it was loaded in."""
+    c = drafter.config
+    sizes = {name: p.nbytes for name, p in drafter.named_parameters()}
+    books = sum(n for name, n in sizes.items() if "_codebook" in name)
+    item = drafter.dtype.itemsize
+    row = 2 * item * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    retention = c.retention
+    context = retention if retention is not None else c.max_position_embeddings or 0
+    pages = None if retention is None else -(-(retention + 1) // page_size) + 2
+    return {
+        "architecture": c.architecture,
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "weight_bytes": sum(sizes.values()),
+        "dtype": str(drafter.dtype).removeprefix("torch."),
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_hidden_layers,
+        "heads (query/kv/dim)": f"{c.num_attention_heads}/{c.num_key_value_heads}/{c.head_dim}",
+        "vocab_size": c.vocab_size,
+        "block_size": c.block_size,
+        "drafts per block": c.max_draft_tokens,
+        "mask_token_id": c.mask_token_id,
+        "taps (outputs of target layers)": list(c.target_layer_ids),
+        "num_target_layers": c.num_target_layers,
+        "window per layer": ["full" if w is None else w for w in c.windows],
+        "causal in the block": list(c.causal),
+        "convolution (taps, group)": [c.conv_kernel_size, c.conv_group_size] if c.has_conv else None,
+        "selector (candidates, rank)": [c.selector_top_k, c.selector_rank] if c.has_selector else None,
+        "output multiplier, softcap": [c.output_multiplier, c.final_logit_softcapping],
+        "rope": c.rope_parameters,
+        "mask embedding of its own": drafter.mask_embedding is not None,
+        "kv_bytes_per_token": row,
+        f"kv_pages_per_sequence (of {page_size})": pages
+        if pages is not None
+        else "grows: a layer attends to everything",
+        "kv_bytes_per_sequence": None if pages is None else pages * page_size * row,
+        "bytes_per_propose": propose_bytes(c, sum(sizes.values()) - books, context, item, item),
+        "bytes_per_propose_int8_head": propose_bytes(c, sum(sizes.values()) - books, context, item, 1),
+    }
+
+
+def misfits(c: DFlash2Config, target_config: Any) -> list[str]:
+    """Why a drafter cannot serve a target; empty if nothing speaks against it.
+
+    Args:
+        c: the drafter.
+        target_config: the target's Transformers configuration.
+    """
+    t = target_config.get_text_config()
+    found = []
+    if t.hidden_size != c.hidden_size:
+        found.append(f"hidden_size: drafter {c.hidden_size}, target {t.hidden_size}")
+    if c.num_target_layers not in (None, t.num_hidden_layers):
+        found.append(f"num_target_layers: drafter {c.num_target_layers}, target {t.num_hidden_layers}")
+    if max(c.target_layer_ids) >= t.num_hidden_layers:
+        found.append(f"target_layer_ids: {list(c.target_layer_ids)}, target has layers 0 to {t.num_hidden_layers - 1}")
+    if not c.vocab_size <= t.vocab_size < c.vocab_size + 1024:
+        found.append(f"vocab_size: drafter {c.vocab_size}, target {t.vocab_size} (up to 1023 padded rows are fine)")
+    return found

@@ -1,0 +1,94 @@
+"""A target and a drafter by name, path or hub id, ready to run on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dflash2.drafter import DFlash2Drafter
+from dflash2.errors import CheckpointError, ConfigError
+from dflash2.targets import resolve_target
+
+__all__ = ["DEFAULT_DRAFTER", "DEFAULT_TARGET", "load_pair", "load_target", "pick_device", "prompt_ids"]
+
+DEFAULT_TARGET = "smollm2-135m"
+DEFAULT_DRAFTER = "smollm2-135m-dflash2"
+
+
+def pick_device(device: str = "auto", dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
+    """The device and dtype to run in.
+
+    Args:
+        device: ``auto`` is CUDA where there is one, else the CPU.
+        dtype: ``auto`` is bfloat16 on CUDA and float32 on the CPU, where 16-bit products are slow or emulated.
+
+    Raises:
+        ConfigError: the device or the dtype does not exist here.
+    """
+    cuda = torch.cuda.is_available()
+    try:
+        found = torch.device(("cuda" if cuda else "cpu") if device == "auto" else device)
+    except RuntimeError as e:
+        raise ConfigError(f"device={device!r}: {e}. Use auto, cpu or cuda.") from e
+    if found.type == "cuda" and not cuda:
+        raise ConfigError(f"device={device!r}: torch {torch.__version__} sees no CUDA device. Use auto or cpu.")
+    name = ("bfloat16" if found.type == "cuda" else "float32") if dtype == "auto" else dtype
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype={dtype!r}: expected auto, float32, bfloat16 or float16.")
+    return found, getattr(torch, name)
+
+
+def load_target(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A Transformers causal LM and its tokenizer.
+
+    Args:
+        name: ``smollm2-135m`` (the embedded target, made on first use), a folder, or a hub id.
+
+    Raises:
+        CheckpointError: there is no such model, or its files cannot be read.
+    """
+    path = resolve_target(name)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError) as e:  # both libraries report missing, partial and foreign files with these
+        raise CheckpointError(
+            f"target {name}: cannot be loaded ({e}). Give a folder or hub id of a Transformers causal LM with its "
+            f"tokenizer, or {DEFAULT_TARGET}."
+        ) from e
+    return model.to(device).eval(), tokenizer
+
+
+def load_pair(target: str, drafter: str, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any, DFlash2Drafter]:
+    """Target, tokenizer and drafter. The drafter is read first: its faults show before a large target is loaded."""
+    where, kind = pick_device(device, dtype)
+    draft = DFlash2Drafter.from_pretrained(drafter, dtype=kind, device=where)
+    model, tokenizer = load_target(target, where, kind)
+    return model, tokenizer, draft
+
+
+def prompt_ids(tokenizer: Any, prompt: str, system: str | None = None, raw: bool = False) -> torch.Tensor:
+    """Token ids ``[1, S]`` of a user's turn in the chat template, or of the bare text.
+
+    Args:
+        system: system turn; the template's own default if None.
+        raw: no template, as for base models and completions. Also where the tokenizer has no template.
+
+    Raises:
+        ConfigError: the prompt has no tokens.
+    """
+    if raw or not getattr(tokenizer, "chat_template", None):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    else:
+        turns = [{"role": "system", "content": system}] if system else []
+        turns.append({"role": "user", "content": prompt})
+        encoded = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ids = encoded["input_ids"]
+    if ids.shape[1] == 0:
+        raise ConfigError("the prompt has no tokens. Write something.")
+    return ids.to(torch.int64)
