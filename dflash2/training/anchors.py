@@ -83,7 +83,9 @@ def make_blocks(rows: PackedRows, anchors: np.ndarray, count: int, tile: int, re
         retention: context rows before an anchor that some layer can see; None for all.
     """
     if not 0 < len(anchors) <= count or count % tile:
-        raise ValueError(f"{len(anchors)} anchors for {count} blocks in tiles of {tile}: expected 1..{count}, whole tiles.")
+        raise ValueError(
+            f"{len(anchors)} anchors for {count} blocks in tiles of {tile}: expected 1..{count}, whole tiles."
+        )
     valid = np.arange(count) < len(anchors)
     anchors = np.concatenate((anchors, np.repeat(anchors[-1:], count - len(anchors))))
     document = rows.document.reshape(-1)

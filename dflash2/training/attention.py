@@ -61,7 +61,10 @@ class TiledAttention:
         # The g query heads that share a key head become more query rows: keys are never repeated.
         folded = q.view(n // t, t * b, heads // g, g, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = F.scaled_dot_product_attention(
-            folded, self._with_context(self.keys[layer], k), self._with_context(self.values[layer], v), self._mask(layer, b, q)
+            folded,
+            self._with_context(self.keys[layer], k),
+            self._with_context(self.values[layer], v),
+            self._mask(layer, b, q),
         )
         return out.unflatten(2, (g, t * b)).permute(0, 3, 1, 2, 4).reshape(n, b, heads, dim)
 

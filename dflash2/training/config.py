@@ -46,7 +46,7 @@ class TrainConfig:
         device: as torch names it.
         dtype: of target and working weights, ``bfloat16`` or ``float32``. Masters are fp32.
         head_chunk: rows of logits in memory at a time.
-        compile: run norms, MLPs, convolutions and the head loss through torch.compile.
+        compile: run norms, MLPs and convolutions through torch.compile.
         log_seconds: a line of metrics that often; 0 for every step.
         eval_seconds: an evaluation by replay that often (and at the end); 0 for the end only.
         save_seconds: weights and resume state that often (and at the end); 0 for the end only.

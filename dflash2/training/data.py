@@ -57,7 +57,9 @@ class Documents:
 
     def split(self, permille: int) -> tuple[Documents, Documents]:
         """Training and validation documents. A hash of the *prompt* decides, so that no prompt is in both."""
-        held_out = np.array([_hash(self.document(i)[: self.plens[i]]) % 1000 < permille for i in range(len(self))], bool)
+        held_out = np.array(
+            [_hash(self.document(i)[: self.plens[i]]) % 1000 < permille for i in range(len(self))], bool
+        )
         return self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
 
 
@@ -89,7 +91,9 @@ def _load(path: Path) -> Documents:
     with np.load(path) as z:
         missing = {"tokens", "lens", "plens", "temps"} - set(z.files)
         if missing:
-            raise ConfigError(f"{path}: no token shard, it lacks {sorted(missing)}. Expected tokens, lens, plens, temps.")
+            raise ConfigError(
+                f"{path}: no token shard, it lacks {sorted(missing)}. Expected tokens, lens, plens, temps."
+            )
         return Documents(z["tokens"], z["lens"].astype(np.int64), z["plens"].astype(np.int64), z["temps"])
 
 

@@ -47,7 +47,9 @@ class LlamaDecoder:
         graphs: use CUDA graphs; the model must be on a GPU.
     """
 
-    def __init__(self, model: Any, *, rows: int, max_tokens: int, max_new_tokens: int, eos: tuple[int, ...], graphs: bool):
+    def __init__(
+        self, model: Any, *, rows: int, max_tokens: int, max_new_tokens: int, eos: tuple[int, ...], graphs: bool
+    ):
         c = model.config
         _check(model)
         self.head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -60,7 +62,9 @@ class LlamaDecoder:
         self.max_tokens = -(-max_tokens // 8) * 8
         shape = (len(self.layers), rows, self.kv_heads, self.max_tokens, self.head_dim)
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        self.tokens, self.lengths, self.written = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3))
+        self.tokens, self.lengths, self.written = (
+            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
+        )
         self.answers = torch.zeros(rows, max_new_tokens, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(rows, device=device)
         self.done = torch.ones(rows, dtype=torch.bool, device=device)

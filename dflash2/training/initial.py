@@ -16,7 +16,9 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 @torch.no_grad()
-def initialise(network: DraftNetwork, target: FrozenTarget, *, layers: bool, sample: tuple[Tensor, Tensor, Tensor]) -> None:
+def initialise(
+    network: DraftNetwork, target: FrozenTarget, *, layers: bool, sample: tuple[Tensor, Tensor, Tensor]
+) -> None:
     """Start the drafter from the target.
 
     The final norm is copied: a head trained on normed states of one scale gives a loss of dozens of nats otherwise.
@@ -70,7 +72,9 @@ def _copy(mine: nn.Module, theirs: nn.Module, name: str, gain: Tensor | None) ->
     place.copy_(source if gain is None else source * gain)
 
 
-def _query_key_scales(target: FrozenTarget, sources: list[nn.Module], sample: tuple[Tensor, Tensor, Tensor]) -> list[list[float]]:
+def _query_key_scales(
+    target: FrozenTarget, sources: list[nn.Module], sample: tuple[Tensor, Tensor, Tensor]
+) -> list[list[float]]:
     """Root mean square of queries and keys per layer: q_norm and k_norm of this size keep the softmax as sharp."""
     sizes: dict[tuple[int, str], float] = {}
 

@@ -26,7 +26,6 @@ class HeadSettings:
             distribution. Its gradient is that of the KL divergence, and a distribution says more per row than a sample.
         candidates: C; 0 without a selector.
         chunk: rows of logits in memory at a time.
-        compiled: run the chunk through torch.compile.
     """
 
     multiplier: float
@@ -34,12 +33,12 @@ class HeadSettings:
     hard_weight: float
     candidates: int
     chunk: int
-    compiled: bool = False
 
     @classmethod
-    def of(cls, config: DFlash2Config, *, hard_weight: float, chunk: int, compiled: bool = False) -> HeadSettings:
+    def of(cls, config: DFlash2Config, *, hard_weight: float, chunk: int) -> HeadSettings:
+        """The settings for a drafter."""
         cap = config.final_logit_softcapping
-        return cls(config.output_multiplier, cap, hard_weight, config.selector_top_k, chunk, compiled)
+        return cls(config.output_multiplier, cap, hard_weight, config.selector_top_k, chunk)
 
 
 def scaled_logits(raw: Tensor, multiplier: float, softcap: float | None) -> Tensor:
@@ -51,33 +50,27 @@ def scaled_logits(raw: Tensor, multiplier: float, softcap: float | None) -> Tens
 def _chunk(
     z: Tensor, head: Tensor, teacher: Tensor, token: Tensor, use_argmax: bool, s: HeadSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, its gradient by z, gold token and logits (in the head's dtype) of some rows."""
-    raw = z @ head.T
-    logits = scaled_logits(raw, s.multiplier, s.softcap)
-    target = (teacher @ head.T).float()
-    gold = target.argmax(-1) if use_argmax else token
-    soft = (target - target.logsumexp(-1, keepdim=True)).exp() * (1 - s.hard_weight)
-    lse = logits.logsumexp(-1, keepdim=True)
-    at_gold = logits.gather(-1, gold.unsqueeze(-1))
-    loss = lse - s.hard_weight * at_gold - (soft * logits).sum(-1, keepdim=True)
-    slope = (logits - lse).exp() - soft
-    slope = slope.scatter_add(-1, gold.unsqueeze(-1), torch.full_like(at_gold, -s.hard_weight))
+    """Loss, its gradient by z, gold token and the drafter's best ids of some rows.
+
+    The vocabulary-wide tensors are what this costs, so they are read and written as seldom as torch allows: two in
+    fp32, turned into the gradient in place.
+    """
+    raw, target = z @ head.T, teacher @ head.T
+    # Multiplier and softcap are monotonic: the best of the raw output are the best.
+    best = raw.topk(max(s.candidates, 1), dim=-1).indices
+    gold = (target.argmax(-1) if use_argmax else token).unsqueeze(-1)
+    plain = s.multiplier == 1 and s.softcap is None
+    logits = raw if plain else scaled_logits(raw, s.multiplier, s.softcap)
+    log_q = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    p = torch.softmax(target, dim=-1, dtype=torch.float32)
+    soft = torch.bmm(p.unsqueeze(1), log_q.unsqueeze(2)).flatten()
+    loss = -s.hard_weight * log_q.gather(-1, gold).flatten() - (1 - s.hard_weight) * soft
+    slope = log_q.exp_().sub_(p, alpha=1 - s.hard_weight)
+    slope.scatter_add_(-1, gold, slope.new_full(gold.shape, -s.hard_weight))
     if s.softcap is not None:
-        slope = slope * (1 - (logits / s.softcap).square())
-    grad = (slope * s.multiplier).to(head.dtype) @ head
-    return loss.squeeze(-1), grad, gold, raw
-
-
-_compiled_chunk = None
-
-
-def _chunk_function(compiled: bool):  # noqa: ANN202
-    global _compiled_chunk
-    if not compiled:
-        return _chunk
-    if _compiled_chunk is None:
-        _compiled_chunk = torch.compile(_chunk, dynamic=False)
-    return _compiled_chunk
+        slope *= 1 - (logits / s.softcap).square()
+    grad = (slope.to(head.dtype) @ head) * s.multiplier
+    return loss, grad, gold.flatten(), best
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -88,17 +81,15 @@ class _HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, z, head, teacher, token, weight, use_argmax, settings):  # noqa: ANN001, ANN205
-        run = _chunk_function(settings.compiled)
+    def forward(ctx, z, head, teacher, token, weight, use_argmax, settings):
         losses, grads, golds, ids = [], [], [], []
         for at in range(0, len(z), settings.chunk):
             part = slice(at, at + settings.chunk)
-            loss, grad, gold, raw = run(z[part], head, teacher[part], token[part], use_argmax, settings)
+            loss, grad, gold, best = _chunk(z[part], head, teacher[part], token[part], use_argmax, settings)
             losses.append(loss)
             grads.append(grad)
             golds.append(gold)
-            # Multiplier and softcap are monotonic: the best of the raw output are the best.
-            ids.append(raw.topk(max(settings.candidates, 1), dim=-1).indices)
+            ids.append(best)
         scale = weight / weight.sum().clamp_min(1e-6)
         ctx.save_for_backward(torch.cat(grads) * scale.unsqueeze(-1).to(z.dtype))
         gold, best = torch.cat(golds), torch.cat(ids)
@@ -106,7 +97,7 @@ class _HeadLoss(torch.autograd.Function):
         return (torch.cat(losses) * scale).sum(), gold, best
 
     @staticmethod
-    def backward(ctx, grad_loss, _gold, _best):  # noqa: ANN001, ANN205
+    def backward(ctx, grad_loss, _gold, _best):
         (grad,) = ctx.saved_tensors
         return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
 

@@ -18,7 +18,9 @@ from dflash2.training.target import FrozenTarget
 __all__ = ["Replay", "greedy_walk", "replay"]
 
 
-def greedy_walk(network: DraftNetwork, z: Tensor, head: Tensor, anchors: Tensor, s: HeadSettings) -> tuple[Tensor, Tensor]:
+def greedy_walk(
+    network: DraftNetwork, z: Tensor, head: Tensor, anchors: Tensor, s: HeadSettings
+) -> tuple[Tensor, Tensor]:
     """Drafts of each block: the selector's greedy path, and the head's own best tokens.
 
     Args:
@@ -90,7 +92,7 @@ def replay(
         row_tokens, rows_per_step, blocks_per_step, tile: sizes of the passes.
     """
     rows = assign(documents.lens, row_tokens)
-    path, unary, covered = [], [], []
+    path, unary = [], []
     for at in range(0, len(rows), rows_per_step):
         packed = pack(documents, rows[at : at + rows_per_step], row_tokens)
         if not len(packed.eligible()):
@@ -102,13 +104,11 @@ def replay(
             if packed.end[d] - 1 > packed.answer[d]:
                 path.append(right[span])
                 unary.append(right_unary[span])
-                covered.append(d)
-    taken = [_rounds(m) for m in path]
-    mean = lambda parts: float(np.mean([p.mean() for p in parts])) if parts else 0.0  # noqa: E731
-    accepted = np.concatenate(taken) - 1 if taken else np.zeros(0)
-    by_row = [float((accepted > i).sum() / max((accepted >= i).sum(), 1)) for i in range(network.config.block_size - 1)]
+    walked = [_rounds(m) for m in path]
+    mean = lambda parts: float(np.mean([p.mean() for p, _ in parts])) if parts else 0.0  # noqa: E731
     everywhere = float(np.concatenate(path).mean() + 1) if path else 0.0
-    return Replay(mean(taken), everywhere, mean([_rounds(m) for m in unary]), by_row, len(covered))
+    by_row = _by_row(path, walked, network.config.block_size - 1)
+    return Replay(mean(walked), everywhere, mean([_rounds(m) for m in unary]), by_row, len(path))
 
 
 def _drafter(
@@ -132,7 +132,9 @@ def _drafter(
     return run
 
 
-def _matches(packed: PackedRows, run: Callable[[], tuple[np.ndarray, np.ndarray]], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+def _matches(
+    packed: PackedRows, run: Callable[[], tuple[np.ndarray, np.ndarray]], block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Leading drafts that equal the document, per anchor ``[R*S]``; a document's end stops the count."""
     flat, owner = packed.tokens.reshape(-1), packed.document.reshape(-1)
     index = np.arange(len(flat))[:, None] + np.arange(1, block_size)
@@ -143,11 +145,22 @@ def _matches(packed: PackedRows, run: Callable[[], tuple[np.ndarray, np.ndarray]
     return counts[0], counts[1]
 
 
-def _rounds(matches: np.ndarray) -> np.ndarray:
-    """Tokens produced by each round when decoding starts at the first anchor: drafts accepted, and the bonus."""
-    produced, at = [], 0
-    while at < len(matches):
+def _rounds(matches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Decoding from the first anchor on: tokens of each round (drafts accepted, and the bonus), and its anchor."""
+    produced, anchors = [], [0]
+    while anchors[-1] < len(matches):
         # The last round's bonus would lie behind the document's end.
-        produced.append(min(int(matches[at]) + 1, len(matches) - at))
-        at += produced[-1]
-    return np.array(produced)
+        produced.append(min(int(matches[anchors[-1]]) + 1, len(matches) - anchors[-1]))
+        anchors.append(anchors[-1] + produced[-1])
+    return np.array(produced), np.array(anchors[:-1])
+
+
+def _by_row(matches: list[np.ndarray], walked: list[tuple[np.ndarray, np.ndarray]], drafts: int) -> list[float]:
+    """Share of rounds that accept draft i, of those that accepted all before it and whose document goes on that far."""
+    kept, reached = np.zeros(drafts), np.zeros(drafts)
+    for m, (_, anchors) in zip(matches, walked, strict=True):
+        for i in range(drafts):
+            there = (m[anchors] >= i) & (len(m) - anchors > i)
+            reached[i] += there.sum()
+            kept[i] += (there & (m[anchors] > i)).sum()
+    return [float(k / max(r, 1)) for k, r in zip(kept, reached, strict=True)]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from dflash2.errors import ConfigError
+from dflash2.evaluation.acceptance import prompt_ids
 from dflash2.training.decode import LlamaDecoder
 
 __all__ = ["Request", "Answer", "answer", "main", "read_prompts", "requests", "write_shard"]
@@ -54,15 +55,6 @@ def read_prompts(paths: Sequence[str]) -> list[dict[str, Any]]:
     return prompts
 
 
-def chat_ids(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
-    """First turn in the chat template, up to where the answer begins."""
-    messages = [{"role": "user", "content": prompt["turns"][0]}]
-    if prompt.get("system"):
-        messages.insert(0, {"role": "system", "content": prompt["system"]})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def requests(
     tokenizer: Any, prompts: Sequence[dict[str, Any]], *, temperatures: dict[float, float], max_prompt: int, seed: int
 ) -> list[Request]:
@@ -79,7 +71,7 @@ def requests(
     values, shares = list(temperatures), np.array(list(temperatures.values()), float)
     drawn = rng.choice(len(values), len(prompts), p=shares / shares.sum())
     order = rng.permutation(len(prompts))
-    made = (Request(chat_ids(tokenizer, prompts[i]), values[drawn[i]]) for i in order)
+    made = (Request(prompt_ids(tokenizer, prompts[i]), values[drawn[i]]) for i in order)
     return [r for r in made if len(r.prompt) <= max_prompt]
 
 
@@ -137,7 +129,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     todo = requests(
-        tokenizer, read_prompts(args.prompts), temperatures=args.temperatures, max_prompt=args.max_prompt, seed=args.seed
+        tokenizer,
+        read_prompts(args.prompts),
+        temperatures=args.temperatures,
+        max_prompt=args.max_prompt,
+        seed=args.seed,
     )
     dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval()
@@ -203,11 +199,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, help="folder for the shards; finished ones are kept")
     parser.add_argument("--name", default="synth", help="first part of the shards' names")
     parser.add_argument("--rows", type=int, default=1536, help="requests in flight")
-    parser.add_argument("--shard", type=int, default=20000, help="requests per shard")
+    parser.add_argument("--shard", type=int, default=10000, help="requests per shard")
     parser.add_argument("--max-prompt", type=int, default=1024, help="longer prompts are left out (tokens)")
     parser.add_argument("--max-new-tokens", type=int, default=400)
     parser.add_argument("--temperatures", type=_shares, default=_shares("0:0.6,0.7:0.25,1:0.15"), help="T:share,...")
-    parser.add_argument("--max-seconds", type=float, default=0, help="stop then and write what is finished; 0: no limit")
+    parser.add_argument(
+        "--max-seconds", type=float, default=0, help="stop then and write what is finished; 0: no limit"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel from Python")

@@ -41,14 +41,20 @@ class FrozenTarget:
         head = model.get_output_embeddings()
         if head is None or getattr(head, "bias", None) is not None:
             raise ConfigError("target: its output head is missing or has a bias, which is not implemented.")
-        odd = [n for n in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(model.config, n, None)]
+        odd = [
+            n for n in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(model.config, n, None)
+        ]
         if odd:
-            raise ConfigError(f"target: {odd} changes its logits after the head, which distillation does not implement.")
+            raise ConfigError(
+                f"target: {odd} changes its logits after the head, which distillation does not implement."
+            )
         self.head: Tensor = head.weight
         self.embedding: Tensor = model.get_input_embeddings().weight
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, layer_ids: Sequence[int], *, dtype: torch.dtype, device: str) -> FrozenTarget:
+    def from_pretrained(
+        cls, path: str | Path, layer_ids: Sequence[int], *, dtype: torch.dtype, device: str
+    ) -> FrozenTarget:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")

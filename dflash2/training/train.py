@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash2.conv import GroupedConv
 from dflash2.model import MLP, DraftNetwork, RMSNorm
 from dflash2.training.anchors import Blocks, make_blocks, sample_anchors
 from dflash2.training.checkpoint import load_resume, save_resume, save_weights
@@ -28,7 +29,17 @@ from dflash2.training.target import FrozenTarget
 __all__ = ["Trainer", "main", "train"]
 
 #: Settings that may change between a run and its continuation: they do not change what a step computes.
-FREE = {"out", "target", "log_seconds", "eval_seconds", "save_seconds", "save_steps", "device", "compile", "val_documents"}
+FREE = {
+    "out",
+    "target",
+    "log_seconds",
+    "eval_seconds",
+    "save_seconds",
+    "save_steps",
+    "device",
+    "compile",
+    "val_documents",
+}
 
 
 class Trainer:
@@ -50,9 +61,7 @@ class Trainer:
         documents = load_shards(config.shards)
         self.documents, held_out = documents.split(config.val_permille)
         self.validation = held_out.select(np.flatnonzero(held_out.temps == 0)[: config.val_documents])
-        self.head = HeadSettings.of(
-            self.drafter, hard_weight=config.hard_weight, chunk=config.head_chunk, compiled=config.compile
-        )
+        self.head = HeadSettings.of(self.drafter, hard_weight=config.hard_weight, chunk=config.head_chunk)
         torch.manual_seed(config.seed)
         self.plan = Plan(self.documents, config.row_tokens, config.rows_per_step, config.seed)
         self.step_count, self.seconds = 0, 0.0
@@ -111,7 +120,9 @@ class Trainer:
         c = self.config
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "train.json").write_text(to_json(c))
-        _say(f"{self.parameters / 1e6:.1f} M parameters, {len(self.documents)} documents, {self.documents.lens.sum()} tokens")
+        _say(
+            f"{self.parameters / 1e6:.1f} M parameters, {len(self.documents)} documents, {self.documents.lens.sum()} tokens"
+        )
         last = now = time.monotonic()
         logged = evaluated = saved = self.seconds
         first = self.step_count
@@ -188,7 +199,12 @@ class Trainer:
         return tokens, positions, document
 
     def _log(self, loss: BlockLoss, norm: Tensor, lr: float, rate: float) -> None:
-        line = {"step": self.step_count, "seconds": round(self.seconds, 1), "progress": round(self.progress, 4), "lr": lr}
+        line = {
+            "step": self.step_count,
+            "seconds": round(self.seconds, 1),
+            "progress": round(self.progress, 4),
+            "lr": lr,
+        }
         line |= {"loss": loss.total.item(), "base": loss.base.item(), "selector": loss.selector.item()}
         line |= {"grad_norm": norm.item(), "steps_per_second": rate}
         for name in ("top1", "recall", "choice"):
@@ -218,6 +234,8 @@ def _compile(network: DraftNetwork) -> None:
     for module in network.modules():
         if isinstance(module, RMSNorm | MLP):
             module.compile()
+        elif isinstance(module, GroupedConv):
+            module.before, module.after = torch.compile(module.before), torch.compile(module.after)
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,1 @@
+"""Measure a drafter: how many tokens a verify round yields."""
