@@ -104,6 +104,11 @@ class DFlash2Drafter(DraftNetwork):
                 f"{name} has shape {list(shape)}: this drafter needs [{c.vocab_size}, {c.hidden_size}] (up to "
                 f"{MAX_PADDED_ROWS - 1} padded rows). It was trained for another target."
             )
+        if table.device.type != self.device.type:
+            raise ConfigError(
+                f"{name} is on {table.device} and the drafter on {self.device}: they are shared, not copied. Load both "
+                "on one device."
+            )
 
     @property
     def is_bound(self) -> bool:

@@ -113,12 +113,13 @@ def generate(
         ValueError: shapes or arguments do not fit.
     """
     mask, prompts = _right_aligned(input_ids, attention_mask, max_new_tokens)
+    k = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
+    _check_sampling(temperature, top_p, top_k, k, drafter.config.max_draft_tokens)
     if streamer is not None and len(input_ids) != 1:
         raise ValueError(f"a streamer takes one request, input_ids has {len(input_ids)}. Leave it out, or loop.")
     _check_pair(target, drafter)
     stops = _stop_ids(target, eos_token_id)
     generators = _generators(seed, input_ids.device)
-    k = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
     loop = _Loop(target, drafter, stops, max_new_tokens, (temperature, top_p, top_k), k, generators, streamer)
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -262,6 +263,16 @@ def _right_aligned(input_ids: Tensor, attention_mask: Tensor | None, budget: int
         raise ValueError("attention_mask has holes between real tokens: padding belongs on one side.")
     width = int(mask.sum(1).max())
     return aligned[:, -width:], input_ids.gather(1, order)[:, -width:]
+
+
+def _check_sampling(temperature: float, top_p: float, top_k: int, k: int, most: int) -> None:
+    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+        raise ValueError(
+            f"temperature={temperature}, top_p={top_p}, top_k={top_k}: expected temperature >= 0, 0 < top_p <= 1 and "
+            "top_k >= 0."
+        )
+    if not 0 <= k <= most:
+        raise ConfigError(f"num_draft_tokens={k}: expected 0 (plain decoding) to {most}, the trained block_size - 1.")
 
 
 def _check_pair(target: Any, drafter: DFlash2Drafter) -> None:

@@ -34,7 +34,7 @@ def refuse_state(target: Any, kinds: Sequence[str]) -> None:
     """Say that rejected drafts could not be taken out of this target's state."""
     raise ConfigError(
         f"{type(target).__name__} keeps state that cannot be rolled back ({', '.join(kinds) or 'of its own'}): "
-        "rejected drafts would stay in it. Only targets whose every layer caches plain keys and values can be drafted for here."
+        "rejected drafts would stay in it. Only targets whose every layer caches plain keys and values work."
     )
 
 
@@ -78,7 +78,8 @@ class TargetRunner:
 
     def _keep(self, layer: int) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._taps[layer] = output[0] if isinstance(output, tuple) else output
+            hidden = output[0] if isinstance(output, tuple) else output
+            self._taps[layer] = hidden.to(self.mask.device)  # a target may be spread over devices
 
         return hook
 
@@ -102,7 +103,7 @@ class TargetRunner:
         self.mask = full
         taps = torch.cat([self._taps[i] for i in self.layer_ids], -1) if self.layer_ids else None
         self._taps.clear()
-        return out.logits, taps
+        return out.logits.to(self.mask.device), taps
 
     def _check_cache(self, length: int) -> None:
         """Rejected drafts must leave the cache: that takes plain keys and values for every layer."""
