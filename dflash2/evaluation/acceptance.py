@@ -140,6 +140,8 @@ def read_sets(specs: Sequence[str], limit: int) -> dict[str, tuple[Path, list[di
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
+    # cuDNN's attention is planned anew for every shape, and here shapes change all the time.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
 
     sets = read_sets(args.prompts, args.limit)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from dflash2.config import DFlash2Config
 from dflash2.errors import CheckpointError
 
-__all__ = ["load_resume", "save_resume", "save_weights"]
+__all__ = ["load_resume", "load_weights", "save_resume", "save_weights"]
 
 RESUME = "resume.pt"
 
@@ -25,6 +25,18 @@ def save_weights(folder: Path, config: DFlash2Config, weights: dict[str, Tensor]
     tensors = {name: w.detach().to("cpu", dtype).contiguous() for name, w in weights.items()}
     _replace(folder / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
     _replace(folder / "config.json", lambda p: Path(p).write_text(config.to_json()))
+
+
+def load_weights(network: nn.Module, folder: Path) -> None:
+    """Fill a network from a drafter's folder.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    try:
+        network.load_state_dict(load_file(folder / "model.safetensors"))
+    except (RuntimeError, OSError) as error:
+        raise CheckpointError(f"init_from={folder}: {error}. Give a drafter of this run's shape.") from error
 
 
 def save_resume(folder: Path, state: dict[str, Any]) -> None:

@@ -39,9 +39,11 @@ class TrainConfig:
         clip: bound on the gradients' norm.
         ema: decay of the average that is saved and evaluated; 0 saves the weights themselves.
         init_layers: start the layers from the target's last ones.
+        init_from: folder of a drafter of the same shape to start from instead; empty for none.
         max_steps: end of the run, and of the schedule; 0 for none.
         max_seconds: the same by the clock, training time only (resumed runs count on); 0 for none. With both, whichever
             is further along sets the schedule.
+        pause_seconds: save and end this process after so long; the same command goes on. 0 for none.
         seed: of data order, anchors and initial weights.
         device: as torch names it.
         dtype: of target and working weights, ``bfloat16`` or ``float32``. Masters are fp32.
@@ -75,8 +77,10 @@ class TrainConfig:
     clip: float = 1.0
     ema: float = 0.0
     init_layers: bool = True
+    init_from: str = ""
     max_steps: int = 0
     max_seconds: float = 0.0
+    pause_seconds: float = 0.0
     seed: int = 0
     device: str = "cuda"
     dtype: str = "bfloat16"

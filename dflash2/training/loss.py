@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from dflash2.config import DFlash2Config
 from dflash2.model import DraftNetwork
+from dflash2.selector import CandidateSelector
 from dflash2.training.anchors import Blocks
 from dflash2.training.attention import TiledAttention
 
@@ -63,7 +64,7 @@ def _chunk(
     logits = raw if plain else scaled_logits(raw, s.multiplier, s.softcap)
     log_q = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     p = torch.softmax(target, dim=-1, dtype=torch.float32)
-    soft = torch.bmm(p.unsqueeze(1), log_q.unsqueeze(2)).flatten()
+    soft = (p * log_q).sum(-1)
     loss = -s.hard_weight * log_q.gather(-1, gold).flatten() - (1 - s.hard_weight) * soft
     slope = log_q.exp_().sub_(p, alpha=1 - s.hard_weight)
     slope.scatter_add_(-1, gold, slope.new_full(gold.shape, -s.hard_weight))
@@ -221,13 +222,23 @@ def block_loss(
         zero = base.new_zeros(())
         return BlockLoss(base, base, zero, top1, recall, top1)
     scores = candidate_logits(rows, head, best, settings)
-    gate = selector.hidden_projection(rows)
-    scores = scores + selector.pair_scores(gate, targets.predecessor.flatten().unsqueeze(-1), best).squeeze(-2)
+    scores = scores + pair_scores(selector, rows, targets.predecessor.flatten(), best)
     usable = weight * hit.any(-1)
     losses = F.cross_entropy(scores, hit.int().argmax(-1), reduction="none")
     chosen = (losses * usable).sum() / usable.sum().clamp_min(1e-6)
     won = hit.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1).float()
     return BlockLoss(base + selector_weight * chosen, base, chosen, top1, recall, rate(won))
+
+
+def pair_scores(selector: CandidateSelector, rows: Tensor, predecessor: Tensor, candidates: Tensor) -> Tensor:
+    """`CandidateSelector.pair_scores` with one predecessor per row: ``[N, H]``, ``[N]``, ``[N, C]`` -> fp32 ``[N, C]``.
+
+    Through `embedding`: the gradient of plain indexing adds up a token's rows one after the other, and common tokens
+    are candidates of most rows.
+    """
+    before = F.embedding(predecessor, selector.predecessor_codebook).float() * selector.hidden_projection(rows).float()
+    after = F.embedding(candidates, selector.successor_codebook).float()
+    return torch.bmm(after, before.unsqueeze(-1)).squeeze(-1)
 
 
 def candidate_logits(rows: Tensor, head: Tensor, candidates: Tensor, s: HeadSettings) -> Tensor:

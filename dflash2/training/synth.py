@@ -125,6 +125,8 @@ def write_shard(path: Path, answers: Sequence[Answer], provenance: dict[str, Any
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
+    # cuDNN's attention is planned anew for every shape, and here shapes change all the time.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)

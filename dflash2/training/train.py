@@ -17,7 +17,7 @@ from torch import Tensor
 from dflash2.conv import GroupedConv
 from dflash2.model import MLP, DraftNetwork, RMSNorm
 from dflash2.training.anchors import Blocks, make_blocks, sample_anchors
-from dflash2.training.checkpoint import load_resume, save_resume, save_weights
+from dflash2.training.checkpoint import load_resume, load_weights, save_resume, save_weights
 from dflash2.training.config import TrainConfig, drafter_config, load_config, to_json
 from dflash2.training.data import PackedRows, Plan, load_shards, pack
 from dflash2.training.initial import initialise
@@ -29,17 +29,8 @@ from dflash2.training.target import FrozenTarget
 __all__ = ["Trainer", "main", "train"]
 
 #: Settings that may change between a run and its continuation: they do not change what a step computes.
-FREE = {
-    "out",
-    "target",
-    "log_seconds",
-    "eval_seconds",
-    "save_seconds",
-    "save_steps",
-    "device",
-    "compile",
-    "val_documents",
-}
+FREE = {"out", "target", "device", "compile", "init_from", "pause_seconds", "val_documents"}
+FREE |= {"log_seconds", "eval_seconds", "save_seconds", "save_steps"}
 
 
 class Trainer:
@@ -66,7 +57,10 @@ class Trainer:
         self.plan = Plan(self.documents, config.row_tokens, config.rows_per_step, config.seed)
         self.step_count, self.seconds = 0, 0.0
         self.network = DraftNetwork(self.drafter).to(config.device)
-        initialise(self.network, target, layers=config.init_layers, sample=self._device_rows(self._rows(0)))
+        if config.init_from:
+            load_weights(self.network, Path(config.init_from))
+        else:
+            initialise(self.network, target, layers=config.init_layers, sample=self._device_rows(self._rows(0)))
         self.network.to(dtype)
         self.optimizer = MasterAdamW(
             self.network, betas=config.betas, weight_decay=config.weight_decay, clip=config.clip, ema=config.ema
@@ -126,7 +120,8 @@ class Trainer:
         last = now = time.monotonic()
         logged = evaluated = saved = self.seconds
         first = self.step_count
-        while self.progress < 1:
+        pause = self.seconds + c.pause_seconds if c.pause_seconds else float("inf")
+        while self.progress < 1 and self.seconds < pause:
             loss, norm, lr = self.step()
             if c.max_seconds and self.config.device != "cpu" and self.step_count % 8 == 0:
                 torch.cuda.synchronize()  # else the clock runs ahead of the device by everything that is queued
@@ -147,7 +142,7 @@ class Trainer:
             self.seconds += time.monotonic() - last
             last = time.monotonic()
         self.save()
-        return self.evaluate()
+        return self.evaluate() if self.progress >= 1 else None
 
     def evaluate(self) -> Replay | None:
         """Replay the held-out greedy documents with the weights that would be saved."""
@@ -244,6 +239,8 @@ def _say(text: str) -> None:
 
 def train(config: TrainConfig) -> Replay | None:
     """Train to the end. Returns the last evaluation, if there were validation documents."""
+    # cuDNN's attention is planned anew for every shape, and here slabs have many lengths.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return Trainer(config).run()
 
 

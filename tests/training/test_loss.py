@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dflash2.training.loss import BlockTargets, HeadSettings, block_loss, candidate_logits, head_loss
+from dflash2.training.loss import BlockTargets, HeadSettings, block_loss, candidate_logits, head_loss, pair_scores
 from test_blocks import config, network
 
 
@@ -97,3 +97,11 @@ def test_candidate_logits_are_the_heads():
     ids = torch.randint(0, 31, (13, 4))
     expected = (3 * torch.tanh(z @ head.T * 0.7 / 3)).gather(-1, ids)
     torch.testing.assert_close(candidate_logits(z, head, ids, s), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_pair_scores_are_the_selectors():
+    net = network(config()).float()
+    rows, before, ids = torch.randn(7, 16), torch.randint(0, 31, (7,)), torch.randint(0, 31, (7, 3))
+    s = net.candidate_selector
+    expected = s.pair_scores(s.hidden_projection(rows), before.unsqueeze(-1), ids).squeeze(-2)
+    torch.testing.assert_close(pair_scores(s, rows, before, ids), expected, rtol=1e-5, atol=1e-6)

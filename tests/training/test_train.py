@@ -109,7 +109,7 @@ def test_perfect_copy_is_learnt_exactly():
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)
     plan = Plan(docs, 128, 4, 0)
     s = HeadSettings.of(c, hard_weight=1.0, chunk=2048)
-    for step in range(400):
+    for step in range(250):
         rows = pack(docs, plan[step], 128)
         blocks = make_blocks(rows, rows.eligible()[:320], 320, 8, c.retention)
         taps, states = target(*map(torch.from_numpy, (rows.tokens, rows.positions, rows.document)))
@@ -153,6 +153,20 @@ def test_a_killed_run_goes_on_bit_for_bit(toy_llama, shard, tmp_path):
     assert a["step"] == b["step"] == 6
     for x, y in zip(a["optimizer"]["masters"] + a["optimizer"]["average"], b["optimizer"]["masters"] + b["optimizer"]["average"], strict=True):
         assert torch.equal(x, y)
+
+
+def test_a_paused_run_goes_on_and_weights_can_be_started_from(toy_llama, shard, tmp_path):
+    t = trainer(toy_llama, shard, tmp_path / "a", pause_seconds=1e-6)
+    t.run()
+    assert t.step_count == 1
+    t = trainer(toy_llama, shard, tmp_path / "a")
+    t.run()
+    assert t.step_count == 6
+    later = trainer(toy_llama, shard, tmp_path / "b", init_from=str(tmp_path / "a"))
+    for mine, theirs in zip(later.optimizer.masters, t.optimizer.masters, strict=True):
+        assert torch.equal(mine, theirs.to(torch.bfloat16).float())
+    with pytest.raises(CheckpointError, match="this run's shape"):
+        trainer(toy_llama, shard, tmp_path / "c", init_from=str(tmp_path / "a"), drafter=DRAFTER | {"num_hidden_layers": 1})
 
 
 def test_another_configuration_does_not_resume(toy_llama, shard, tmp_path):
