@@ -1,4 +1,4 @@
-"""Acceptance length by real generation: ``python -m dflash2.evaluation.acceptance --target T --drafter D --prompts ...``.
+"""Acceptance length by real generation: ``python -m dflash2.evaluation.acceptance --help``.
 
 A verify round yields the drafts that stood and one token of the target's own. The acceptance length is tokens from
 verify rounds by number of rounds: per prompt, then the mean over prompts. The prompt's own pass yields the first token
@@ -139,6 +139,7 @@ def read_sets(specs: Sequence[str], limit: int) -> dict[str, tuple[Path, list[di
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the prompt sets that the command line names, and write the report."""
     args = _arguments(argv)
     # cuDNN's attention is planned anew for every shape, and here shapes change all the time.
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,8 +47,11 @@ class Blocks:
     tile: int
 
     def to(self, device: torch.device | str) -> Blocks:
-        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return Blocks(**moved)
+        """The same blocks with their tensors on ``device``."""
+        moved: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
+        }
+        return replace(self, **moved)
 
     def rows(self, block_size: int) -> Tensor:
         """Flat indices of the block rows, ``[N, B]``, clamped to the tokens there are."""
@@ -55,7 +59,7 @@ class Blocks:
         return index.clamp(max=len(self.tokens) - 1)
 
     def supervised(self, block_size: int) -> Tensor:
-        """bool ``[N, B-1]``: rows 1..B-1 whose token is in the anchor's document.
+        """Bool ``[N, B-1]``: rows 1..B-1 whose token is in the anchor's document.
 
         Blocks that run over the end of their document keep their first rows: the context says nothing of the end, so
         drafting there is what happens at inference too.
@@ -93,5 +97,14 @@ def make_blocks(rows: PackedRows, anchors: np.ndarray, count: int, tile: int, re
     oldest = rows.first[owner] if retention is None else np.maximum(rows.first[owner], anchors - retention)
     first, last = oldest.reshape(-1, tile).min(1), anchors.reshape(-1, tile).max(1)
     longest = max(int((last - first).max()), 1)
-    tensors = (rows.tokens.reshape(-1), rows.positions.reshape(-1), document, anchors, valid, rows.end[owner], first)
-    return Blocks(*map(torch.from_numpy, tensors), -(-longest // SLAB_MULTIPLE) * SLAB_MULTIPLE, tile)
+    return Blocks(
+        tokens=torch.from_numpy(rows.tokens).flatten(),
+        positions=torch.from_numpy(rows.positions).flatten(),
+        document=torch.from_numpy(document),
+        anchors=torch.from_numpy(anchors),
+        valid=torch.from_numpy(valid),
+        ends=torch.from_numpy(rows.end[owner]),
+        slab_first=torch.from_numpy(first),
+        slab_length=-(-longest // SLAB_MULTIPLE) * SLAB_MULTIPLE,
+        tile=tile,
+    )

@@ -56,6 +56,7 @@ class TiledAttention:
         self._bias: dict[tuple[int | None, bool], Tensor] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q [N, B, nq, hd]``, k and v ``[N, B, nkv, hd]`` -> ``[N, B, nq, hd]``."""
         n, b, heads, dim = q.shape
         t, g = self.blocks.tile, self.groups
         # The g query heads that share a key head become more query rows: keys are never repeated.

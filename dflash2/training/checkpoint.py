@@ -40,6 +40,7 @@ def load_weights(network: nn.Module, folder: Path) -> None:
 
 
 def save_resume(folder: Path, state: dict[str, Any]) -> None:
+    """Write the state; the old one stays until the new one is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / RESUME, lambda p: torch.save(state, p))
 

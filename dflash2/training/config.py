@@ -94,7 +94,7 @@ class TrainConfig:
     val_documents: int = 200
 
     def __post_init__(self) -> None:
-        self.betas = tuple(self.betas)
+        self.betas = (self.betas[0], self.betas[1])
         if not self.max_steps and not self.max_seconds:
             raise ConfigError("max_steps=0 and max_seconds=0: the run would never end. Set one of them.")
         if self.gold not in ("argmax", "token"):
@@ -108,7 +108,7 @@ class TrainConfig:
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
-    """A JSON or YAML file, then ``key=value`` settings, values in JSON (or bare words). ``drafter.key=value`` reaches in.
+    """A JSON or YAML file, then ``key=value`` settings; values are JSON or bare words.
 
     Raises:
         ConfigError: an unknown or missing key, or a value out of its range.
@@ -173,7 +173,7 @@ def drafter_config(target: Any, overrides: dict[str, Any]) -> DFlash2Config:
         "num_target_layers": n,
         "target_layer_ids": tuple(round(1 + i * (n - 4) / 4) for i in range(5)),
         "rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
-        "rms_norm_eps": target.rms_norm_eps,
+        "rms_norm_eps": float(f"{target.rms_norm_eps:.6g}"),  # GGUF files bring 1e-5 as an fp32
         "max_position_embeddings": target.max_position_embeddings,
         "block_size": 8,
         "layer_types": (SLIDING,) * layers,

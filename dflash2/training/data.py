@@ -6,6 +6,7 @@ import glob
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -40,12 +41,17 @@ class Documents:
                 f"token shard: lens add up to {int(self.lens.sum())} but there are {len(self.tokens)} tokens. "
                 "The file is truncated or not a shard; write it again."
             )
-        object.__setattr__(self, "starts", np.concatenate(([0], np.cumsum(self.lens)[:-1])).astype(np.int64))
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Where each document begins in ``tokens``."""
+        return np.concatenate(([0], np.cumsum(self.lens)[:-1])).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.lens)
 
     def document(self, i: int) -> np.ndarray:
+        """Tokens of one document, prompt and answer."""
         start = self.starts[i]
         return self.tokens[start : start + self.lens[i]]
 
@@ -156,7 +162,10 @@ def pack(documents: Documents, rows: Sequence[Sequence[int]], row_tokens: int) -
     shape = (len(rows), row_tokens)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     owner = np.full(shape, -1, np.int64)
-    first, answer, end, source = [], [], [], []
+    first: list[int] = []
+    answer: list[int] = []
+    end: list[int] = []
+    source: list[int] = []
     for r, members in enumerate(rows):
         at = 0
         for i in members:
@@ -182,7 +191,7 @@ class Plan:
 
     def __init__(self, documents: Documents, row_tokens: int, rows_per_step: int, seed: int):
         self.documents, self.row_tokens, self.rows_per_step, self.seed = documents, row_tokens, rows_per_step, seed
-        self._rows: list[list[list[int]]] = []
+        self._rows: list[list[int]] = []
         self._epoch, self._first, self._steps = -1, 0, 0
 
     def __getitem__(self, step: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Batched decoding of Llama-like targets: one static cache, one CUDA graph per cache extent, rows refilled as they end."""
+"""Batched decoding of Llama-like targets: a static cache, a CUDA graph per extent of it, rows refilled as they end."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class LlamaDecoder:
         return graph
 
     def _prefill(self, ids: Tensor, slots: Tensor) -> Tensor:
-        n, length = ids.shape
+        length = ids.shape[1]
         cos, sin = self._rope(torch.arange(length, device=ids.device))
         h = self.embedding[ids]
         for i, layer in enumerate(self.layers):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -62,8 +65,13 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     return found.float()
 
 
+def _parameter(module: nn.Module, name: str) -> Tensor:
+    found: Any = module.get_submodule(name).weight
+    return found
+
+
 def _copy(mine: nn.Module, theirs: nn.Module, name: str, gain: Tensor | None) -> None:
-    source, place = _weight(theirs, name), mine.get_submodule(name).weight
+    source, place = _weight(theirs, name), _parameter(mine, name)
     if source.shape != place.shape or getattr(theirs.get_submodule(name), "bias", None) is not None:
         raise ConfigError(
             f"init_layers: the target's {name} is {list(source.shape)} and the drafter's {list(place.shape)}, without "
@@ -78,7 +86,7 @@ def _query_key_scales(
     """Root mean square of queries and keys per layer: q_norm and k_norm of this size keep the softmax as sharp."""
     sizes: dict[tuple[int, str], float] = {}
 
-    def measure(i: int, name: str):  # noqa: ANN202
+    def measure(i: int, name: str) -> Callable[[nn.Module, object, Tensor], None]:
         def hook(_module: nn.Module, _inputs: object, output: Tensor) -> None:
             sizes[i, name] = output.float().square().mean().sqrt().item()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,16 @@ class _HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, z, head, teacher, token, weight, use_argmax, settings):
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        head: Tensor,
+        teacher: Tensor,
+        token: Tensor,
+        weight: Tensor,
+        use_argmax: bool,
+        settings: HeadSettings,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         losses, grads, golds, ids = [], [], [], []
         for at in range(0, len(z), settings.chunk):
             part = slice(at, at + settings.chunk)
@@ -98,7 +108,7 @@ class _HeadLoss(torch.autograd.Function):
         return (torch.cat(losses) * scale).sum(), gold, best
 
     @staticmethod
-    def backward(ctx, grad_loss, _gold, _best):
+    def backward(ctx: Any, grad_loss: Tensor, _gold: Tensor, _best: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
 

@@ -34,7 +34,7 @@ class MasterAdamW:
 
     def __init__(self, network: nn.Module, *, betas: tuple[float, float], weight_decay: float, clip: float, ema: float):
         self.names = [n for n, _ in network.named_parameters()]
-        self.working = [p for _, p in network.named_parameters()]
+        self.working: list[Tensor] = [p for _, p in network.named_parameters()]
         self.masters = [p.detach().float().clone() for p in self.working]
         self.average = [m.clone() for m in self.masters] if ema else []
         self.clip, self.ema, self.steps = clip, ema, 0
@@ -75,10 +75,12 @@ class MasterAdamW:
         self._publish(self.average if averaged and self.average else self.masters)
 
     def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on, by reference."""
         return {"masters": self.masters, "average": self.average, "steps": self.steps, "adamw": self.adamw.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`; the working weights follow."""
         for mine, theirs in ((self.masters, state["masters"]), (self.average, state["average"])):
             for a, b in zip(mine, theirs, strict=True):
                 a.copy_(b)

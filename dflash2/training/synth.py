@@ -111,7 +111,7 @@ def write_shard(path: Path, answers: Sequence[Answer], provenance: dict[str, Any
     """An ``.npz`` token shard (`dflash2.training.data`) and its provenance beside it; both appear whole."""
     whole = [a.request.prompt + a.tokens for a in answers]
     tokens = np.concatenate([np.array(w) for w in whole])
-    arrays = {
+    arrays: dict[str, Any] = {
         "tokens": tokens.astype(np.uint16 if tokens.max() < 2**16 else np.uint32),
         "lens": np.array([len(w) for w in whole], np.int32),
         "plens": np.array([len(a.request.prompt) for a in answers], np.int32),
@@ -124,6 +124,7 @@ def write_shard(path: Path, answers: Sequence[Answer], provenance: dict[str, Any
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Answer the prompts that the command line names, shard by shard."""
     args = _arguments(argv)
     # cuDNN's attention is planned anew for every shape, and here shapes change all the time.
     torch.backends.cuda.enable_cudnn_sdp(False)

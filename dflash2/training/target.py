@@ -55,6 +55,7 @@ class FrozenTarget:
     def from_pretrained(
         cls, path: str | Path, layer_ids: Sequence[int], *, dtype: torch.dtype, device: str
     ) -> FrozenTarget:
+        """Load a target with Transformers."""
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
@@ -62,6 +63,7 @@ class FrozenTarget:
 
     @property
     def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
         return self.decoder.layers
 
     @torch.no_grad()

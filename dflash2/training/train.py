@@ -71,6 +71,7 @@ class Trainer:
 
     @property
     def parameters(self) -> int:
+        """How many weights the drafter has."""
         return sum(p.numel() for p in self.network.parameters())
 
     @property
@@ -114,9 +115,8 @@ class Trainer:
         c = self.config
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "train.json").write_text(to_json(c))
-        _say(
-            f"{self.parameters / 1e6:.1f} M parameters, {len(self.documents)} documents, {self.documents.lens.sum()} tokens"
-        )
+        size = f"{len(self.documents)} documents, {self.documents.lens.sum()} tokens"
+        _say(f"{self.parameters / 1e6:.1f} M parameters, {size}, {len(self.validation)} held-out greedy documents")
         last = now = time.monotonic()
         logged = evaluated = saved = self.seconds
         first = self.step_count
@@ -170,6 +170,7 @@ class Trainer:
         return result
 
     def save(self) -> None:
+        """Write weights and resume state."""
         save_weights(self.out, self.drafter, self.optimizer.weights())
         state = {"step": self.step_count, "seconds": self.seconds, "settings": self._fixed()}
         save_resume(self.out, state | {"optimizer": self.optimizer.state_dict()})
@@ -194,7 +195,7 @@ class Trainer:
         return tokens, positions, document
 
     def _log(self, loss: BlockLoss, norm: Tensor, lr: float, rate: float) -> None:
-        line = {
+        line: dict[str, Any] = {
             "step": self.step_count,
             "seconds": round(self.seconds, 1),
             "progress": round(self.progress, 4),
@@ -210,8 +211,8 @@ class Trainer:
             line["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         self._write(line)
         _say(
-            f"step {self.step_count} {100 * self.progress:.1f} % loss {line['loss']:.3f} base {line['base']:.3f} selector "
-            f"{line['selector']:.3f} top-1 {line['top1'][0]:.3f}..{line['top1'][-1]:.3f} expected length "
+            f"step {self.step_count} {100 * self.progress:.1f} % loss {line['loss']:.3f} base {line['base']:.3f} "
+            f"selector {line['selector']:.3f} top-1 {line['top1'][0]:.3f}..{line['top1'][-1]:.3f} expected length "
             f"{line['expected_length']:.2f} {rate:.2f} steps/s lr {lr:.1e} norm {line['grad_norm']:.2f} "
             f"{line.get('peak_gib', '')}"
         )
@@ -225,12 +226,14 @@ def _compile(network: DraftNetwork) -> None:
     """Compile what is bound by memory traffic; attention and matrix products stay as they are."""
     import torch._dynamo
 
+    # One graph per module and kind of call, where dynamo expects few per function.
     torch._dynamo.config.cache_size_limit = 64
     for module in network.modules():
         if isinstance(module, RMSNorm | MLP):
             module.compile()
         elif isinstance(module, GroupedConv):
-            module.before, module.after = torch.compile(module.before), torch.compile(module.after)
+            for name in ("before", "after"):
+                setattr(module, name, torch.compile(getattr(module, name)))
 
 
 def _say(text: str) -> None:
@@ -245,6 +248,7 @@ def train(config: TrainConfig) -> Replay | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Train with the settings of the command line."""
     parser = argparse.ArgumentParser(description="Train a drafter on token shards; settings are those of TrainConfig.")
     parser.add_argument("--config", help="JSON or YAML file of settings")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable")

@@ -66,13 +66,18 @@ def test_masks_against_a_loop(window, causal):
                 keys = {int(blocks.slab_first[t]) + k for k in range(blocks.slab_length) if row[k]}
                 q = position[a] + i
                 expected = {
-                    k for k in range(len(document))
-                    if document[k] == document[a] and position[k] < position[a] and (window is None or q - position[k] < window)
+                    k
+                    for k in range(len(document))
+                    if document[k] == document[a]
+                    and position[k] < position[a]
+                    and (window is None or q - position[k] < window)
                 }
                 assert keys == expected
                 seen_context |= keys
                 own = {divmod(k, 4) for k in range(16) if row[blocks.slab_length + k]}
-                assert own == {(j, x) for x in range(4) if (x <= i or not causal) and (window is None or abs(x - i) < window)}
+                assert own == {
+                    (j, x) for x in range(4) if (x <= i or not causal) and (window is None or abs(x - i) < window)
+                }
 
 
 @pytest.mark.parametrize("is_causal", [None, True, False])
@@ -103,7 +108,8 @@ def dense_attention(c, layer, q, keys, values, start):
     for i in range(q.shape[0]):
         at = start + i
         seen = [
-            k for k in range(keys.shape[0])
+            k
+            for k in range(keys.shape[0])
             if (k < start or not causal or k <= at) and (window is None or (at - k < window and k - at < window))
         ]
         for h in range(q.shape[1]):

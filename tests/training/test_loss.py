@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_blocks import config, network
 from torch.nn import functional as F
 
 from dflash2.training.loss import BlockTargets, HeadSettings, block_loss, candidate_logits, head_loss, pair_scores
-from test_blocks import config, network
 
 
 def inputs(n=13, hidden=16, vocab=31, seed=0):
@@ -61,8 +61,12 @@ def selector_case(token, hard=1.0):
     targets = BlockTargets(token, (token + 7) % 31, teacher, weight)
     z.requires_grad_()
     settings = HeadSettings(1.0, None, hard, c.selector_top_k, chunk=4)
-    return net, z, head, targets, block_loss(
-        net, z, head, targets, settings=settings, selector_weight=2.0, use_argmax=False
+    return (
+        net,
+        z,
+        head,
+        targets,
+        block_loss(net, z, head, targets, settings=settings, selector_weight=2.0, use_argmax=False),
     )
 
 
@@ -76,7 +80,7 @@ def test_selector_loss_is_zero_without_a_hit():
 
 
 def test_selector_loss_of_hits_only_with_its_own_normaliser():
-    net, z, head, targets, loss = selector_case([[0, 9, 2], [9, 1, 1]])
+    net, z, _, targets, loss = selector_case([[0, 9, 2], [9, 1, 1]])
     gate = net.candidate_selector.hidden_projection(z[:, 1:])
     total, norm = 0.0, 0.0
     for n, i in ((0, 0), (0, 2), (1, 1)):

@@ -21,8 +21,12 @@ def decoder(model, *, rows=3, budget=20, eos=(2,)):
 
 def generated(model, prompt: list[int], budget: int, eos: int) -> list[int]:
     out = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), max_new_tokens=budget,
-        do_sample=False, eos_token_id=eos, pad_token_id=0,
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=budget,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from test_blocks import config, network, packed_blocks
 
 import dflash2
 from dflash2.errors import CheckpointError, ConfigError
@@ -18,7 +19,6 @@ from dflash2.training.replay import greedy_walk, replay
 from dflash2.training.synth import Request, answer, write_shard
 from dflash2.training.target import FrozenTarget
 from dflash2.training.train import Trainer
-from test_blocks import config, network, packed_blocks
 
 DRAFTER = {"mask_token_id": 60, "num_hidden_layers": 2, "sliding_window": 24, "conv_group_size": 8, "selector_rank": 4}
 DRAFTER |= {"selector_top_k": 4, "block_size": 4, "target_layer_ids": [1, 2, 4]}
@@ -70,7 +70,7 @@ def test_drafts_equal_those_of_the_inference_drafter():
         z = draft_states(net, embedding, blocks, taps)
         path, _ = greedy_walk(net, z, embedding, blocks.tokens[blocks.anchors], s)
     drafter = dflash2.DFlash2Drafter(c)
-    drafter.load_state_dict({k: v for k, v in net.state_dict().items()})
+    drafter.load_state_dict(net.state_dict())
     drafter.bind_target(embedding, embedding)
     for n, anchor in enumerate(blocks.anchors.tolist()):
         first = int(rows.first[blocks.document[anchor]])
@@ -125,9 +125,7 @@ def test_perfect_copy_is_learnt_exactly():
 
 def test_one_document_is_overfitted_and_generation_agrees(toy_llama, shard, tmp_path):
     """B204, B205: what replay promises is what generating delivers."""
-    t = trainer(
-        toy_llama, shard, tmp_path, rows_per_step=1, row_tokens=48, max_steps=250, lr=5e-3, log_seconds=1e9
-    )
+    t = trainer(toy_llama, shard, tmp_path, rows_per_step=1, row_tokens=48, max_steps=250, lr=5e-3, log_seconds=1e9)
     t.documents = t.documents.select(np.argmax(t.documents.lens)[None])
     t.plan, t.validation = Plan(t.documents, 48, 1, 0), t.documents
     result = t.run()
@@ -151,7 +149,11 @@ def test_a_killed_run_goes_on_bit_for_bit(toy_llama, shard, tmp_path):
     trainer(toy_llama, shard, tmp_path / "killed", ema=0.9).run()
     a, b = (torch.load(tmp_path / n / "resume.pt", weights_only=True) for n in ("whole", "killed"))
     assert a["step"] == b["step"] == 6
-    for x, y in zip(a["optimizer"]["masters"] + a["optimizer"]["average"], b["optimizer"]["masters"] + b["optimizer"]["average"], strict=True):
+    for x, y in zip(
+        a["optimizer"]["masters"] + a["optimizer"]["average"],
+        b["optimizer"]["masters"] + b["optimizer"]["average"],
+        strict=True,
+    ):
         assert torch.equal(x, y)
 
 
@@ -166,7 +168,9 @@ def test_a_paused_run_goes_on_and_weights_can_be_started_from(toy_llama, shard, 
     for mine, theirs in zip(later.optimizer.masters, t.optimizer.masters, strict=True):
         assert torch.equal(mine, theirs.to(torch.bfloat16).float())
     with pytest.raises(CheckpointError, match="this run's shape"):
-        trainer(toy_llama, shard, tmp_path / "c", init_from=str(tmp_path / "a"), drafter=DRAFTER | {"num_hidden_layers": 1})
+        trainer(
+            toy_llama, shard, tmp_path / "c", init_from=str(tmp_path / "a"), drafter=DRAFTER | {"num_hidden_layers": 1}
+        )
 
 
 def test_another_configuration_does_not_resume(toy_llama, shard, tmp_path):
