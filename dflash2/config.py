@@ -122,7 +122,7 @@ class DFlash2Config:
 
     def to_dict(self) -> dict[str, Any]:
         """The published layout, as other engines read it. Inverse of `from_pretrained`."""
-        method = {"block_size": self.block_size, "mask_token_id": self.mask_token_id}
+        method: dict[str, Any] = {"block_size": self.block_size, "mask_token_id": self.mask_token_id}
         method["target_layer_ids"] = list(self.target_layer_ids)
         method |= {name: getattr(self, name) for name in V2_FIELDS if getattr(self, name)}
         for name, off in (
@@ -143,7 +143,8 @@ class DFlash2Config:
             "rope_theta": self.rope_parameters["rope_theta"],
             "dflash_config": method,
         }
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        names: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        names += ("num_key_value_heads",)
         names += ("head_dim", "vocab_size", "rms_norm_eps", "attention_bias", "sliding_window", "dtype")
         out |= {name: getattr(self, name) for name in names}
         out |= {"layer_types": list(self.layer_types), "rope_parameters": dict(self.rope_parameters)}

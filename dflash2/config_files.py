@@ -56,9 +56,25 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "sliding_window_pattern": (None,),
     "quantization_config": (None,),
 }
-OTHER = ("causal", "is_causal", "use_swa", "swa_window_size", "layer_types", "sliding_window", "use_sliding_window")
-OTHER += ("max_window_layers", "rope_theta", "rope_parameters", "rope_scaling", "aux_hidden_state_layer_ids")
-OTHER += ("draft_vocab_size", "mask_token", "sliding_window_non_causal", "dtype", "torch_dtype")
+OTHER = (
+    "causal",
+    "is_causal",
+    "use_swa",
+    "swa_window_size",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "aux_hidden_state_layer_ids",
+    "draft_vocab_size",
+    "mask_token",
+    "sliding_window_non_causal",
+    "dtype",
+    "torch_dtype",
+)
 KNOWN_NESTED = {*METHOD, *SHAPE, *REFUSED, *OTHER}
 #: Top-level keys that `DFlash2Config` re-creates, so they are not kept as `extra`.
 DERIVED = {"architectures", "model_type", "tie_word_embeddings", "dflash_config", "transformer_layer_config"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,15 @@ class GroupedConv(nn.Module):
     One projection gives the coefficients of both sides: the sublayer's input and its output. It starts as the identity.
     """
 
-    def __init__(self, hidden_size: int, kernel_size: int, group_size: int, *, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        group_size: int,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.shape = (2, kernel_size, hidden_size // group_size)
         self.base_kernel = nn.Parameter(torch.zeros(2, kernel_size, hidden_size, device=device, dtype=dtype))

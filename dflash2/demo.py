@@ -103,11 +103,11 @@ def run_demo(
 def _table(answers: Sequence[Answer], device: torch.device, say: Callable[[str], None]) -> None:
     say(f"\n{'':12}{'tokens':>7}{'acceptance':>12}{'target passes':>15}{'plain tok/s':>13}{'drafted':>10}{'ratio':>8}")
     for a in answers:
-        passes = f"{a.target_passes} of {a.tokens}"
+        share = f"{a.target_passes} of {a.tokens}"
         ratio = a.plain_s / a.drafted_s
         plain, drafted = a.tokens / a.plain_s, a.tokens / a.drafted_s
         say(
-            f"{a.name:12}{a.tokens:>7}{a.acceptance_length:>12.2f}{passes:>15}{plain:>13.1f}{drafted:>10.1f}{ratio:>7.2f}x"
+            f"{a.name:12}{a.tokens:>7}{a.acceptance_length:>12.2f}{share:>15}{plain:>13.1f}{drafted:>10.1f}{ratio:>7.2f}x"
         )
     ratio = statistics.median(a.plain_s / a.drafted_s for a in answers)
     tokens, passes = sum(a.tokens for a in answers), sum(a.target_passes for a in answers)

@@ -87,7 +87,7 @@ class DFlash2Drafter(DraftNetwork):
         Raises:
             ConfigError: shapes do not fit this drafter, or the head is all zeros.
         """
-        embedding = embed_weight if isinstance(embed_weight, Tensor) else embed_weight.weight
+        embedding: Any = embed_weight if isinstance(embed_weight, Tensor) else embed_weight.weight
         self._check_table("embed_weight", embedding)
         head = as_lm_head(lm_head)
         weight = getattr(head, "weight", None)

@@ -102,7 +102,7 @@ class Int8LMHead(nn.Module, _TopFromLogits):
         source = linear.weight
         if not bool(source.any()):
             raise ConfigError("the head's weight is all zeros: it was never loaded.")
-        others = _other_owners(linear) if free_source else []
+        others = _other_owners(linear) if free_source else 0
         if others:
             raise ConfigError(
                 f"free_source=True: {others} other module(s) read this weight (tied to the embedding?), so freeing it "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps)`` in fp32, rounded to x's dtype, times the weight."""
 
-    def __init__(self, size: int, eps: float, *, device=None, dtype=None):
+    def __init__(self, size: int, eps: float, *, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
         self.eps = eps
@@ -37,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, c: DFlash2Config, layer: int, **kw):
+    def __init__(self, c: DFlash2Config, layer: int, **kw: Any):
         super().__init__()
         self.layer, self.head_dim = layer, c.head_dim
         q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -62,7 +63,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, c: DFlash2Config, **kw):
+    def __init__(self, c: DFlash2Config, **kw: Any):
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False, **kw)
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False, **kw)
@@ -73,7 +74,7 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, c: DFlash2Config, layer: int, **kw):
+    def __init__(self, c: DFlash2Config, layer: int, **kw: Any):
         super().__init__()
         self.self_attn = Attention(c, layer, **kw)
         self.mlp = MLP(c, **kw)
@@ -100,9 +101,10 @@ def _convolved(conv: GroupedConv | None, x: Tensor, sublayer: Callable[[Tensor],
 class DraftNetwork(nn.Module):
     """Context features, draft layers, final norm and selector. Embedding and head are the target's, not ours."""
 
-    def __init__(self, config: DFlash2Config, *, device=None, dtype=None):
+    def __init__(self, config: DFlash2Config, *, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__()
-        c, kw = config, {"device": device, "dtype": dtype}
+        c = config
+        kw: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = c
         self.fc = nn.Linear(len(c.target_layer_ids) * c.hidden_size, c.hidden_size, bias=False, **kw)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, **kw)

@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,9 @@ class PrefixStore:
     there, so a row found under the same tokens is the row that would be computed.
     """
 
-    def __init__(self, budget_bytes: int, page_size: int, row_shape: tuple[int, int, int], *, device, dtype):
+    def __init__(
+        self, budget_bytes: int, page_size: int, row_shape: tuple[int, int, int], *, device: Any, dtype: torch.dtype
+    ):
         layers, heads, head_dim = row_shape
         page_bytes = 2 * layers * page_size * heads * head_dim * dtype.itemsize
         self.page_size, self.num_pages = page_size, budget_bytes // page_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,9 @@ class CandidateSelector(nn.Module):
     The codebooks are gathered, never multiplied whole. B starts at zero, so an untrained selector is neutral.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, rank: int, *, device=None, dtype=None):
+    def __init__(
+        self, vocab_size: int, hidden_size: int, rank: int, *, device: Any = None, dtype: torch.dtype | None = None
+    ):
         super().__init__()
         self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank, device=device, dtype=dtype))
         self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank, device=device, dtype=dtype))

@@ -20,7 +20,7 @@ def decoder_layers(target: nn.Module) -> nn.ModuleList:
     Raises:
         ConfigError: there is no module with a list of ``layers``.
     """
-    decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
+    decoder = getattr(target, "get_decoder", lambda: target)()
     for module in (decoder, getattr(decoder, "model", None), getattr(decoder, "language_model", None)):
         layers = getattr(module, "layers", None) or getattr(module, "h", None)
         if isinstance(layers, nn.ModuleList):

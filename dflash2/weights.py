@@ -79,7 +79,8 @@ def load(
     config = DFlash2Config.from_pretrained(folder)
     drafter = cls(config, device="meta", dtype=dtype)
     expected = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
-    found, problems = {}, []
+    found: dict[str, Tensor] = {}
+    problems: list[str] = []
     for name, tensor in _tensors(folder, problems):
         name = name.removeprefix("model.")
         name = name.removesuffix(".weight") if "_codebook" in name else name

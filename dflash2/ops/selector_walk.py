@@ -33,7 +33,8 @@ def selector_walk(
         index of the chosen candidate per row, int64 ``[R, k]``, and q fp32 ``[R, k, C]``, the distribution each was
         really drawn from (one-hot for greedy rows); None without a temperature.
     """
-    chosen, q_rows = [], []
+    chosen: list[Tensor] = []
+    q_rows: list[Tensor] = []
     scores = first
     for i in range(edges.shape[1] + 1):
         if i:
