@@ -7,9 +7,10 @@ B block rows, k drafts, K convolution taps, G convolution group, C candidates, r
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeGuard
 
 from dflash2.config_files import read_fields
 from dflash2.errors import ConfigError
@@ -20,7 +21,22 @@ V1 = "DFlashDraftModel"
 V2 = "DFlash2DraftModel"
 SLIDING = "sliding_attention"
 FULL = "full_attention"
-ROPE_TYPES = ("default", "linear", "yarn")
+#: Rotary tables that are implemented, each with the fields it reads besides ``rope_theta`` and ``rope_type``.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 V2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -91,10 +107,12 @@ class DFlash2Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        _check_whole("num_hidden_layers", self.num_hidden_layers)
         object.__setattr__(self, "layer_types", tuple(self.layer_types) or (FULL,) * self.num_hidden_layers)
+        _check_sizes(self)
+        _check_numbers(self)
         if self.final_logit_softcapping is not None and self.final_logit_softcapping <= 0:
             object.__setattr__(self, "final_logit_softcapping", None)
-        _check_sizes(self)
         _check_attention(self)
         _check_rope(self.rope_parameters)
         _check_target(self)
@@ -189,8 +207,21 @@ class DFlash2Config:
         return None if None in windows else max(w for w in windows if w is not None) - 1
 
 
-def _refuse(name: str, value: object, rule: str, remedy: str) -> None:
+def _refuse(name: str, value: object, rule: str, remedy: str) -> NoReturn:
     raise ConfigError(f"{name}={value!r}: {rule}. {remedy}")
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_whole(name: str, value: object) -> None:
+    if not (_is_whole(value) and value >= 1):
+        _refuse(name, value, "must be a whole number of at least 1", f"Set {name} in config.json.")
 
 
 def _check_sizes(c: DFlash2Config) -> None:
@@ -198,60 +229,83 @@ def _check_sizes(c: DFlash2Config) -> None:
         _refuse("architecture", c.architecture, f"must be {V2} or {V1}", "Other drafters need their own package.")
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     for name in (*names, "head_dim", "vocab_size", "block_size"):
-        value = getattr(c, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            _refuse(name, value, "must be a whole number of at least 1", f"Set {name} in config.json.")
+        _check_whole(name, getattr(c, name))
     if c.num_attention_heads % c.num_key_value_heads:
         rule = f"must divide num_attention_heads={c.num_attention_heads}"
         _refuse("num_key_value_heads", c.num_key_value_heads, rule, "Correct one of the two.")
     if c.head_dim % 2:
         _refuse("head_dim", c.head_dim, "must be even, rotary halves need it", "Correct head_dim.")
-    if not c.output_multiplier > 0:
-        _refuse("output_multiplier", c.output_multiplier, "must be > 0", "Remove it for 1.0.")
-    if not c.rms_norm_eps > 0:
-        _refuse("rms_norm_eps", c.rms_norm_eps, "must be > 0", "Qwen drafters use 1e-6.")
+
+
+def _check_numbers(c: DFlash2Config) -> None:
+    for name in ("output_multiplier", "input_embedding_scale", "rms_norm_eps"):
+        value = getattr(c, name)
+        if not (_is_number(value) and value > 0):
+            _refuse(name, value, "must be a finite number > 0", "Copy the value the drafter was trained with.")
+    cap = c.final_logit_softcapping
+    if cap is not None and not _is_number(cap):
+        _refuse("final_logit_softcapping", cap, "must be a finite number or null", "Remove it to switch it off.")
+    for name, remedy in (("attention_bias", "Remove it for false."), ("is_causal", "Absent: causal where it slides.")):
+        value = getattr(c, name)
+        if not isinstance(value, bool) and not (value is None and name == "is_causal"):
+            _refuse(name, value, "must be true or false", remedy)
+    if c.dtype not in DTYPES:
+        _refuse("dtype", c.dtype, f"only {', '.join(DTYPES)} are implemented", "Correct it.")
+    if c.max_position_embeddings is not None:
+        _check_whole("max_position_embeddings", c.max_position_embeddings)
 
 
 def _check_attention(c: DFlash2Config) -> None:
     if len(c.layer_types) != c.num_hidden_layers:
         rule = f"needs one entry for each of num_hidden_layers={c.num_hidden_layers}"
         _refuse("layer_types", list(c.layer_types), rule, "List a type per layer.")
-    unknown = sorted(set(c.layer_types) - {FULL, SLIDING})
+    unknown = [t for t in c.layer_types if t not in (FULL, SLIDING)]
     if unknown:
         _refuse("layer_types", unknown, f"only {FULL} and {SLIDING} are implemented", "Use another engine for these.")
     w = c.sliding_window
-    if SLIDING in c.layer_types and (not isinstance(w, int) or isinstance(w, bool) or w < 1):
+    if SLIDING in c.layer_types and not (_is_whole(w) and w >= 1):
         rule = "a sliding layer needs a window of at least 1 (and use_sliding_window not false)"
         _refuse("sliding_window", w, rule, "Set sliding_window to the width the drafter was trained with.")
-    if c.is_causal not in (None, True, False):
-        _refuse("is_causal", c.is_causal, "must be true, false or absent", "Absent: causal on sliding layers only.")
 
 
 def _check_rope(rope: dict[str, Any]) -> None:
     theta = rope.get("rope_theta")
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or not theta > 0:
+    if not (_is_number(theta) and theta > 1):
         remedy = "Copy the value the drafter was trained with; there is no safe default."
-        _refuse("rope_theta", theta, "must be given and > 0", remedy)
+        _refuse("rope_theta", theta, "must be given, finite and > 1", remedy)
     kind = rope.get("rope_type", "default")
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         _refuse("rope_type", kind, f"only {', '.join(ROPE_TYPES)} are implemented", "Use another engine for it.")
-    if kind != "default" and not float(rope.get("factor") or 0) >= 1:
-        _refuse("rope_parameters.factor", rope.get("factor"), f"rope_type {kind} needs a factor >= 1", "Add it.")
-    if kind == "yarn" and not rope.get("original_max_position_embeddings"):
+    unknown = sorted(set(rope) - {"rope_theta", "rope_type"} - set(ROPE_TYPES[kind]))
+    if unknown:
+        rule = f"rope_type {kind} has no {', '.join(unknown)}"
+        _refuse("rope_parameters", rope, rule, "Correct rope_type, or remove what does not belong.")
+    for name in rope.keys() & {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}:
+        if not (_is_number(rope[name]) and rope[name] >= 0):
+            _refuse(f"rope_parameters.{name}", rope[name], "must be a finite number >= 0", "Correct it.")
+    if not isinstance(rope.get("truncate", True), bool):
+        _refuse("rope_parameters.truncate", rope["truncate"], "must be true or false", "Correct it.")
+    if kind == "default":
+        return
+    factor = rope.get("factor")
+    if not (_is_number(factor) and factor >= 1):
+        _refuse("rope_parameters.factor", factor, f"rope_type {kind} needs a factor >= 1", "Add it.")
+    length = rope.get("original_max_position_embeddings")
+    if kind == "yarn" and not (_is_whole(length) and length >= 1):
         name = "rope_parameters.original_max_position_embeddings"
-        _refuse(name, None, "yarn needs the length it extends", "Add it.")
+        _refuse(name, length, "yarn needs the length it extends", "Add it.")
 
 
 def _check_target(c: DFlash2Config) -> None:
     m = c.mask_token_id
-    if not isinstance(m, int) or isinstance(m, bool) or not 0 <= m < c.vocab_size:
+    if not (_is_whole(m) and 0 <= m < c.vocab_size):
         rule = f"must be an id in [0, vocab_size={c.vocab_size})"
         _refuse("mask_token_id", m, rule, "Use the id the drafter was trained with; no tokenizer can supply it.")
     n = c.num_target_layers
-    if n is not None and (not isinstance(n, int) or n < 1):
-        _refuse("num_target_layers", n, "must be at least 1", "Use the target's number of decoder layers.")
+    if n is not None:
+        _check_whole("num_target_layers", n)
     ids = c.target_layer_ids
-    bad = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or i < 0 or (n is not None and i >= n)]
+    bad = [i for i in ids if not _is_whole(i) or i < 0 or (_is_whole(n) and i >= n)]
     if bad or not ids:
         rule = f"needs layers in [0, num_target_layers={n}), at least one; wrong: {bad}"
         _refuse("target_layer_ids", list(ids), rule, "Layer id L means the output of decoder layer L, from 0.")
@@ -260,7 +314,7 @@ def _check_target(c: DFlash2Config) -> None:
 def _check_v2(c: DFlash2Config) -> None:
     have = {name: getattr(c, name) for name in V2_FIELDS}
     for name, value in have.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not _is_whole(value) or value < 0:
             _refuse(name, value, "must be a whole number >= 0", "0 or absent switches the part off.")
     missing = [name for name, value in have.items() if not value]
     if c.architecture == V2 and missing:

@@ -41,9 +41,17 @@ def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[Tensor, fl
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)
     interpolate = ramp.clamp(0, 1)
-    scale = rope.get("attention_factor")
-    scale = 0.1 * math.log(factor) + 1.0 if scale is None else float(scale)
-    return base / factor * interpolate + base * (1 - interpolate), scale
+    return base / factor * interpolate + base * (1 - interpolate), _attention_factor(rope, factor)
+
+
+def _attention_factor(rope: dict[str, Any], factor: float) -> float:
+    """Section 3.4 of the paper; the two mscale fields are DeepSeek's, their quotient as in Transformers."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    grow = 0.1 * math.log(factor)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return (grow * float(rope["mscale"]) + 1.0) / (grow * float(rope["mscale_all_dim"]) + 1.0)
+    return grow + 1.0
 
 
 class RotaryTable:
