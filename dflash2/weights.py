@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ __all__ = ["config_file", "load", "save"]
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MASK_EMBEDDING = ("mask_embedding.safetensors", "mask_embedding.pt")
+LOADABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HUB_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
 #: Copies of the target's tables that some exports carry. The target's own are used.
 NOT_OURS = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
@@ -61,7 +63,7 @@ def config_file(source: str | Path) -> dict[str, Any]:
     path = find(source)
     path = path / CONFIG if path.is_dir() else path
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: a checkpoint folder holds {CONFIG} and {WEIGHTS}.") from None
     except (ValueError, OSError) as e:
@@ -82,15 +84,15 @@ def load(
     found: dict[str, Tensor] = {}
     problems: list[str] = []
     for name, tensor in _tensors(folder, problems):
-        name = name.removeprefix("model.")
-        name = name.removesuffix(".weight") if "_codebook" in name else name
-        if name.startswith(NOT_OURS) or _is_identity_map(name, tensor):
+        if _is_identity_map(name, tensor):
             continue
         if name not in expected:
             problems.append(f"unexpected tensor {name} {list(tensor.shape)}")
+        elif name in found:
+            problems.append(f"{name} is there twice, in two spellings or files")
         elif tuple(tensor.shape) != expected[name]:
             problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}")
-        elif not tensor.is_floating_point():
+        elif tensor.dtype not in LOADABLE:
             problems.append(f"{name} is {tensor.dtype}: quantised drafters are not implemented")
         else:
             found[name] = tensor.to(device, drafter.dtype)
@@ -108,10 +110,9 @@ def load(
 
 
 def _tensors(folder: Path, problems: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder's safetensors files, one at a time; file-level faults go to ``problems``."""
+    """The drafter's tensors, one at a time, under their published names; file-level faults go to ``problems``."""
     if (folder / INDEX).exists():
-        index = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = sorted(set(index.values()))
+        files = _shards(folder / INDEX)
     elif (folder / WEIGHTS).exists():
         files = [WEIGHTS]
     else:
@@ -122,9 +123,22 @@ def _tensors(folder: Path, problems: list[str]) -> Iterator[tuple[str, Tensor]]:
         try:
             with safe_open(folder / name, framework="pt") as f:
                 for key in f.keys():  # noqa: SIM118 - not a mapping
-                    yield key, f.get_tensor(key)
+                    name = key.removeprefix("model.")
+                    name = name.removesuffix(".weight") if "_codebook" in name else name
+                    if not name.startswith(NOT_OURS):  # not even read: they are the largest tensors there are
+                        yield name, f.get_tensor(key)
         except (SafetensorError, OSError) as e:
             problems.append(f"file {name} cannot be read ({e}): missing or truncated")
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+        raise CheckpointError(
+            f"{index} is no index of shards ({type(e).__name__}: {e}): expected an object with weight_map, tensor name "
+            "to file name. Copy it again."
+        ) from e
 
 
 def _is_identity_map(name: str, tensor: Tensor) -> bool:
@@ -158,16 +172,19 @@ def _mask_embedding(folder: Path, config: DFlash2Config, device: torch.device, d
 
 
 def save(drafter: DFlash2Drafter, folder: Path) -> None:
-    """See `DFlash2Drafter.save_pretrained`. Each file appears whole or not at all."""
+    """See `DFlash2Drafter.save_pretrained`. All is written aside first, so that a failure leaves the old files."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**drafter.config.to_dict(), "dtype": str(drafter.dtype).removeprefix("torch.")}
     tensors = {name: t.detach().contiguous().cpu() for name, t in drafter.state_dict().items()}
-    temporary = folder / f".{WEIGHTS}.{os.getpid()}"
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    os.replace(temporary, folder / WEIGHTS)
-    if drafter.mask_embedding is not None:
-        data = {"embedding": drafter.mask_embedding.cpu(), "mask_token_id": drafter.config.mask_token_id}
-        torch.save(data, folder / MASK_EMBEDDING[1])
-    temporary = folder / f".{CONFIG}.{os.getpid()}"
-    temporary.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(temporary, folder / CONFIG)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside:
+        new = Path(aside)
+        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        if drafter.mask_embedding is not None:
+            data = {"embedding": drafter.mask_embedding.cpu(), "mask_token_id": drafter.config.mask_token_id}
+            torch.save(data, new / MASK_EMBEDDING[1])
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        written = sorted(path.name for path in new.iterdir())
+        for name in written:
+            os.replace(new / name, folder / name)
+    for name in {INDEX, *MASK_EMBEDDING} - set(written):  # of what lay here before; loading would prefer it
+        (folder / name).unlink(missing_ok=True)
