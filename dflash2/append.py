@@ -38,8 +38,13 @@ def append_on_host(
     tokens = _split_tokens(token_ids, counts)
     kv.check_positions("append", seqs, starts)
     ranges = kv.own(seqs, valid)
-    chains = [_extended(kv.chain(q), ids, n) for q, ids, n in zip(seqs, tokens, valid, strict=True)]
+    chains = [kv.chain(q) if ids is not None or n == 0 else None for q, ids, n in zip(seqs, tokens, valid, strict=True)]
+    if not seqs:
+        return
     try:
+        for chain, ids, n in zip(chains, tokens, valid, strict=True):
+            if chain is not None and ids is not None:
+                chain.extend(ids[:n])
         parts = [part[:n] for part, n in zip(taps.split(counts), valid, strict=True)]
         positions = torch.cat([torch.arange(a, b) for a, b in ranges]).to(kv.device)
         if any(chains):
@@ -76,12 +81,16 @@ def append_on_device(
     starts = integers_on_device(start_positions, len(seqs), kv.device)
     counts = integers_on_device(lengths, len(seqs), kv.device)
     valid = counts if valid_lengths is None else integers_on_device(valid_lengths, len(seqs), kv.device)
-    slots, ends = kv.slots(seqs), counts.cumsum(0)
+    if not seqs:
+        return
+    slots, ends = kv.distinct_slots(seqs), counts.cumsum(0)
     row = torch.arange(taps.shape[0], device=kv.device)
     owner = torch.searchsorted(ends, row, right=True).clamp_max(len(seqs) - 1)
     offset = row - (ends - counts)[owner]
     nexts = starts + valid
-    fits = (kv.next[slots] == starts) & (nexts <= kv.limit[slots]) & (valid <= counts) & (ends[-1] == taps.shape[0])
+    in_order = (kv.next[slots] == starts) & (valid >= 0) & (valid <= counts)
+    packed = (counts >= 0).all() & (counts.sum() == taps.shape[0])
+    fits = in_order & packed & ((nexts <= kv.limit[slots]) | (valid == 0))
     positions = (starts[owner] + offset).clamp_min(0)
     keep = fits[owner] & (offset < valid[owner]) & (positions >= nexts[owner] - kv.ring)
     keys, values = network.context_rows(taps, positions)
@@ -97,14 +106,6 @@ def _split_tokens(token_ids: Sequence[int] | Tensor | None, counts: list[int]) -
         raise ValueError(f"token_ids has {len(flat)} entries: expected one for each of the {sum(counts)} rows.")
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return [flat[end - n : end] for end, n in zip(ends, counts, strict=True)]
-
-
-def _extended(chain: TokenChain | None, token_ids: list[int] | None, n: int) -> TokenChain | None:
-    """The chain, with the tokens of ``n`` more rows; None once a token is unknown."""
-    if chain is None or (token_ids is None and n):
-        return None
-    chain.extend((token_ids or [])[:n])
-    return chain
 
 
 def _project(network: DraftNetwork, taps: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

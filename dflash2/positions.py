@@ -13,9 +13,13 @@ from dflash2.errors import PositionError
 __all__ = ["host_integers", "integers_on_device", "on_device"]
 
 
+#: Devices whose tensors can be read without waiting. `dflash2.testing.cpu_as_device` empties it for a while.
+HOST_DEVICES = {"cpu"}
+
+
 def on_device(value: Any) -> bool:
     """Whether reading the value would wait for an accelerator. CPU tensors are host integers."""
-    return isinstance(value, Tensor) and value.device.type != "cpu"
+    return isinstance(value, Tensor) and value.device.type not in HOST_DEVICES
 
 
 def host_integers(name: str, values: Sequence[int] | Tensor, count: int) -> list[int]:

@@ -1,11 +1,45 @@
-"""How close a kernel must be to its definition, derived from data and not chosen by hand."""
+"""For tests: how close a kernel must be to its definition, and what stands in for an accelerator without one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["assert_kernel_close"]
+from dflash2 import positions
+
+__all__ = ["NoHostReads", "assert_kernel_close", "cpu_as_device"]
+
+
+@contextmanager
+def cpu_as_device() -> Iterator[None]:
+    """CPU tensors of positions, lengths and temperatures count as an accelerator's: the device form runs on the CPU."""
+    before = set(positions.HOST_DEVICES)
+    positions.HOST_DEVICES.clear()
+    try:
+        yield
+    finally:
+        positions.HOST_DEVICES.update(before)
+
+
+class NoHostReads(TorchDispatchMode):
+    """A context in which no operation may look at the values of a tensor from the host, as in a CUDA graph capture."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "item")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Refuse what reads values; run the rest."""
+        name = func.overloadpacket.__name__
+        masked = name in ("index", "index_put", "index_put_") and any(
+            isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        )
+        if name in self.READS or masked:
+            raise AssertionError(f"{func} makes the host wait for the device.")
+        return func(*args, **(kwargs or {}))
 
 
 def assert_kernel_close(actual: Tensor, reference: Tensor, exact: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ class WindowKV(PagePool):
     def nbytes(self) -> int:
         """Bytes held, fixed at creation: independent of sequence lengths and of ``max_position_embeddings``."""
         tensors = (self.keys, self.values, self.tags, self.page_table, self.next, self.limit, self.faults)
-        return sum(t.nbytes for t in tensors) + (self.store.nbytes if self.store else 0)
+        return sum(t.nbytes for t in tensors) + (0 if self.store is None else self.store.nbytes)
 
     @property
     def open_sequences(self) -> list[int]:
@@ -253,6 +254,7 @@ class WindowKV(PagePool):
         expected = (layers, len(state.positions), heads, head_dim)
         if tuple(state.keys.shape) != expected or tuple(state.values.shape) != expected:
             raise ConfigError(f"imported rows have shape {tuple(state.keys.shape)}, this drafter expects {expected}.")
+        _check_imported(state)
         seq = self.open(state.next_position)
         s = self._sequences[seq]
         try:
@@ -277,6 +279,11 @@ class WindowKV(PagePool):
     def slots(self, seqs: Sequence[int]) -> Tensor:
         """int64 ``[R]`` on the device: rows of `page_table` and `next`."""
         return torch.tensor([self._get(q).slot for q in seqs], dtype=torch.int64, device=self.device)
+
+    def distinct_slots(self, seqs: Sequence[int]) -> Tensor:
+        """The same for a call that writes, which must not name a sequence twice."""
+        self._distinct(seqs)
+        return self.slots(seqs)
 
     def check_positions(self, what: str, seqs: Sequence[int], starts: Sequence[int]) -> None:
         """Raises `PositionError` for the first sequence that is not at the given start."""
@@ -432,6 +439,20 @@ def _position(value: int) -> int:
     if isinstance(value, bool) or int(value) != value or value < 0:
         raise PositionError(f"position {value!r}: expected a whole number >= 0.")
     return int(value)
+
+
+def _check_imported(state: SequenceState) -> None:
+    """Rows come from outside: a position that is twice there or not before ``next_position`` would become readable."""
+    found, end = state.positions.tolist(), _position(state.next_position)
+    if found and (found[0] < 0 or found[-1] >= end or any(a >= b for a, b in pairwise(found))):
+        raise ConfigError(
+            f"imported positions {found[:3]}..{found[-3:]} must ascend within [0, next_position={end}). Export "
+            "the state again."
+        )
+    if state.tokens is not None and len(state.tokens) != end:
+        raise ConfigError(
+            f"imported state has {len(state.tokens)} tokens: expected those of positions 0 to {end - 1}, or None."
+        )
 
 
 def _token_list(token_ids: Sequence[int] | Tensor | None) -> list[int] | None:

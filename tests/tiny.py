@@ -136,9 +136,17 @@ class Toy:
         return result, caught[-1]
 
 
+def owned_rows(kv) -> Tensor:
+    """bool over the rows of ``kv.keys``: those of pages that a sequence owns."""
+    pages = kv.page_table[kv.page_table >= 0]
+    owned = torch.zeros(kv.num_pages + 1, dtype=torch.bool)
+    owned[pages] = True
+    return owned.repeat_interleave(kv.page_size)
+
+
 def poison(kv, value: float = float("nan")) -> None:
-    """Fill every row that belongs to nobody, as memory does."""
-    unused = kv.tags == -1
+    """Fill every row that holds nothing valid, as memory does: free pages, unwritten rows, the page nobody reads."""
+    unused = ~owned_rows(kv) | (kv.tags < 0)
     kv.keys[:, unused] = value
     kv.values[:, unused] = value
 
@@ -150,7 +158,8 @@ def _chain(kv, seq: int) -> tuple[list, list] | None:
 
 def snapshot(kv) -> dict:
     """All that a failed call must leave as it was."""
-    valid = kv.tags >= 0
+    owned, slots = owned_rows(kv), kv.slots(kv.open_sequences)
+    valid = owned & (kv.tags >= 0)
     return {
         "spans": {q: kv.spans(q) for q in kv.open_sequences},
         "next": {q: kv.span(q)[1] for q in kv.open_sequences},
@@ -158,11 +167,11 @@ def snapshot(kv) -> dict:
         "free_pages": sorted(kv._free_pages),
         "free_slots": sorted(kv._free_slots),
         "chains": {q: _chain(kv, q) for q in kv.open_sequences},
-        "tags": kv.tags.clone(),
+        "tags": torch.where(owned, kv.tags, -1),
         "table": kv.page_table.clone(),
-        "device_next": kv.next.clone(),
-        "limit": kv.limit.clone(),
-        "faults": kv.faults.clone(),
+        "device_next": kv.next[slots],
+        "limit": kv.limit[slots],
+        "faults": kv.faults[slots],
         "keys": kv.keys[:, valid].clone(),
         "values": kv.values[:, valid].clone(),
     }
