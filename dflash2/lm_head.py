@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +66,13 @@ class OpaqueLMHead(_TopFromLogits):
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """See `LMHead`; in whatever dtype the callable returns."""
-        return self.call(hidden)[..., :vocab_size]
+        logits = self.call(hidden)
+        if logits.dim() != 2 or logits.shape[0] != hidden.shape[0] or logits.shape[1] < vocab_size:
+            raise ConfigError(
+                f"lm_head gave {list(logits.shape)} for {list(hidden.shape)}: expected [{hidden.shape[0]}, V'] with "
+                f"V' >= vocab_size={vocab_size}. It belongs to another target."
+            )
+        return logits[:, :vocab_size]
 
 
 class Int8LMHead(nn.Module, _TopFromLogits):
@@ -97,7 +104,7 @@ class Int8LMHead(nn.Module, _TopFromLogits):
             free_source: release the 16-bit weight afterwards; ``linear`` is then empty and must be replaced.
 
         Raises:
-            ConfigError: the weight is all zeros, or is to be freed while another module still reads it.
+            ConfigError: the weight is all zeros, or is to be freed while something else still reads it.
         """
         source = linear.weight
         if not bool(source.any()):
@@ -105,8 +112,8 @@ class Int8LMHead(nn.Module, _TopFromLogits):
         others = _other_owners(linear) if free_source else 0
         if others:
             raise ConfigError(
-                f"free_source=True: {others} other module(s) read this weight (tied to the embedding?), so freeing it "
-                "would break them. Use free_source=False."
+                f"free_source=True: {others} other owner(s) read this weight (a tied embedding? a bound drafter?), "
+                "so it cannot be freed. Use free_source=False."
             )
         weight = torch.empty(source.shape, dtype=torch.int8, device=source.device)
         scale = torch.empty(source.shape[0], dtype=torch.float32, device=source.device)
@@ -137,9 +144,17 @@ class Int8LMHead(nn.Module, _TopFromLogits):
 
 
 def _other_owners(linear: nn.Linear) -> int:
-    """Modules besides ``linear`` whose parameters include the very same weight."""
-    holders = [r for r in gc.get_referrers(linear.weight) if isinstance(r, dict)]
-    return len([h for h in holders if any(v is linear.weight for v in h.values()) and h is not linear._parameters])
+    """What besides ``linear`` keeps its weight alive: other modules, bound drafters, tensors over the same memory."""
+    gc.collect()
+    holders = [r for r in gc.get_referrers(linear.weight) if r is not linear._parameters]
+    return len([r for r in holders if not isinstance(r, FrameType)]) + len(_sharing_memory(linear.weight))
+
+
+def _sharing_memory(weight: Tensor) -> list[Tensor]:
+    own, device, start = id(weight), weight.device, weight.untyped_storage().data_ptr()
+    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and id(t) != own]
+    strided = [t for t in tensors if t.device == device and t.layout == torch.strided]
+    return [t for t in strided if t.untyped_storage().data_ptr() == start]
 
 
 def as_lm_head(head: Any) -> LMHead:
@@ -152,7 +167,7 @@ def as_lm_head(head: Any) -> LMHead:
         return head
     if isinstance(head, Tensor):
         return DenseLMHead(head)
-    if type(head) in (nn.Linear, nn.Embedding):
+    if type(head) is nn.Linear or isinstance(head, nn.Embedding):  # tied: the rows as they are
         return DenseLMHead(head.weight, getattr(head, "bias", None))
     if callable(head):
         weight = getattr(head, "weight", None)

@@ -51,7 +51,7 @@ def verify(
         generator: noise. Independent of the drafts' even from an equal seed.
 
     Raises:
-        ValueError: the logits do not have k+1 rows for each request.
+        ValueError: the logits do not have k+1 rows for each request, or a setting has another number of entries.
     """
     tokens = proposal.tokens
     requests, k = tokens.shape
@@ -60,6 +60,9 @@ def verify(
             f"target_logits has shape {list(target_logits.shape)}: expected [{requests}, {k + 1}, V], the anchor's row "
             "and one for each draft."
         )
+    for name, value in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k)):
+        if isinstance(value, Tensor) and value.shape not in ((), (requests,)):
+            raise ValueError(f"{name} has shape {list(value.shape)}: expected a number or one for each of {requests}.")
     best = target_logits.argmax(-1)
     greedy_accepted = _leading(tokens.eq(best[:, :k]) & proposal.valid[:, None])
     greedy_next = best.gather(1, greedy_accepted[:, None])[:, 0]
@@ -88,7 +91,7 @@ def target_probabilities(
     shape = (-1,) + (1,) * (logits.dim() - 1)
     t, p, k = (torch.as_tensor(x, device=logits.device).reshape(shape) for x in (temperature, top_p, top_k))
     scores = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
-    scores = scores / t
+    scores = (scores - scores.amax(-1, keepdim=True)) / t  # the best is 0: no temperature can overflow it
     probabilities = torch.softmax(scores, -1).nan_to_num(0.0)
     scalar = not any(isinstance(x, Tensor) for x in (top_p, top_k))
     if scalar and float(top_p) >= 1.0 and int(top_k) <= 0:
@@ -98,7 +101,7 @@ def target_probabilities(
     ordered = ordered * ((k <= 0) | (rank < k))
     ordered = ordered / ordered.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     before = ordered.cumsum(-1) - ordered
-    ordered = ordered * ((before < p) | (rank == 0))
+    ordered = ordered * ((before < p) | (rank == 0) | (p >= 1))
     ordered = ordered / ordered.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return torch.zeros_like(probabilities).scatter(-1, order, ordered)
 
@@ -112,14 +115,18 @@ def _draft_probability(proposal: Proposal) -> Tensor:
     if proposal.q is None:
         return torch.ones_like(proposal.tokens, dtype=torch.float32)
     if proposal.candidates is None:
-        return proposal.q.gather(-1, proposal.tokens[..., None])[..., 0]
+        return proposal.q.gather(-1, proposal.tokens[..., None].clamp(0, proposal.q.shape[-1] - 1))[..., 0]
     return (proposal.q * proposal.candidates.eq(proposal.tokens[..., None])).sum(-1)
+
+
+def _in_range(ids: Tensor, p: Tensor) -> Tensor:
+    return (ids >= 0) & (ids < p.shape[-1])
 
 
 def _stands(proposal: Proposal, p: Tensor, generator: torch.Generator | None) -> Tensor:
     u = uniform(tuple(proposal.tokens.shape), Stream.ACCEPT, generator, p.device)
     target = p[:, : proposal.tokens.shape[1]].gather(-1, proposal.tokens[..., None].clamp(0, p.shape[-1] - 1))[..., 0]
-    return u * _draft_probability(proposal) < target
+    return (u * _draft_probability(proposal) < target) & _in_range(proposal.tokens, p)
 
 
 def _residual(proposal: Proposal, p: Tensor, accepted: Tensor) -> Tensor:
@@ -137,6 +144,6 @@ def _residual(proposal: Proposal, p: Tensor, accepted: Tensor) -> Tensor:
         ids = torch.arange(q.shape[-1], device=p.device).expand_as(q)
         if proposal.candidates is not None:
             ids = proposal.candidates.gather(1, row[..., None].expand_as(q[:, None]))[:, 0]
-    left = p.scatter_add(-1, ids.clamp(0, p.shape[-1] - 1), -q).clamp_min(0)
+    left = p.scatter_add(-1, ids.clamp(0, p.shape[-1] - 1), torch.where(_in_range(ids, p), -q, 0.0)).clamp_min(0)
     use = rejected & (left.sum(-1) > 0)
     return torch.where(use[:, None], left, p)
