@@ -10,8 +10,10 @@ from torch import Tensor
 
 from dflash2.errors import PositionError
 
-__all__ = ["host_integers", "integers_on_device", "on_device"]
+__all__ = ["host_integers", "integers_on_device", "on_device", "whole_number"]
 
+
+MAX_POSITION = 2**62
 
 #: Devices whose tensors can be read without waiting. `dflash2.testing.cpu_as_device` empties it for a while.
 HOST_DEVICES = {"cpu"}
@@ -20,6 +22,21 @@ HOST_DEVICES = {"cpu"}
 def on_device(value: Any) -> bool:
     """Whether reading the value would wait for an accelerator. CPU tensors are host integers."""
     return isinstance(value, Tensor) and value.device.type not in HOST_DEVICES
+
+
+def whole_number(name: str, value: Any) -> int:
+    """A position or length as an int.
+
+    Raises:
+        PositionError: it is no whole number in [0, 2^62), which leaves room to add two of them in int64.
+    """
+    try:
+        number = -1 if isinstance(value, bool) else int(value)
+    except (TypeError, ValueError, OverflowError):  # None, words, NaN, infinity
+        number = -1
+    if number != value or not 0 <= number < MAX_POSITION:
+        raise PositionError(f"{name} holds {value!r}: expected whole numbers >= 0 (below 2^62).")
+    return number
 
 
 def host_integers(name: str, values: Sequence[int] | Tensor, count: int) -> list[int]:
@@ -31,10 +48,7 @@ def host_integers(name: str, values: Sequence[int] | Tensor, count: int) -> list
     found = values.flatten().tolist() if isinstance(values, Tensor) else list(values)
     if len(found) != count:
         raise PositionError(f"{name} has {len(found)} entries: expected one for each of {count} sequences.")
-    for v in found:
-        if isinstance(v, bool) or int(v) != v or v < 0:
-            raise PositionError(f"{name} holds {v!r}: expected whole numbers >= 0.")
-    return [int(v) for v in found]
+    return [whole_number(name, v) for v in found]
 
 
 def integers_on_device(values: Sequence[int] | Tensor, count: int, device: torch.device) -> Tensor:

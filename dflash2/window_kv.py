@@ -17,6 +17,7 @@ from torch import Tensor
 from dflash2.config import DFlash2Config
 from dflash2.errors import CapacityError, ConfigError, PositionError
 from dflash2.pages import NOT_STORED, PagePool
+from dflash2.positions import whole_number
 from dflash2.prefix_store import PrefixStore, TokenChain
 from dflash2.spans import Spans, cut, merge, runs
 
@@ -436,9 +437,7 @@ class WindowKV(PagePool):
 
 
 def _position(value: int) -> int:
-    if isinstance(value, bool) or int(value) != value or value < 0:
-        raise PositionError(f"position {value!r}: expected a whole number >= 0.")
-    return int(value)
+    return whole_number("position", value)
 
 
 def _check_imported(state: SequenceState) -> None:
