@@ -15,7 +15,7 @@ from dflash2.config import DFlash2Config
 from dflash2.errors import ConfigError
 from dflash2.lm_head import LMHead, as_lm_head
 from dflash2.model import DraftNetwork
-from dflash2.ops.selector_walk import draw, selector_walk
+from dflash2.ops.selector_walk import draw, one_hot, selector_walk
 from dflash2.ops.visibility import block_visible, context_visible
 from dflash2.ops.window_attention import window_attention
 from dflash2.positions import host_integers, on_device
@@ -331,7 +331,7 @@ class DFlash2Drafter(DraftNetwork):
         greedy = (temperature <= 0)[:, None]
         q = torch.softmax(logits / torch.where(greedy, 1.0, temperature[:, None])[..., None], -1)
         best = logits.argmax(-1)
-        q = torch.where(greedy[..., None], F.one_hot(best, c.vocab_size).to(q.dtype), q)
+        q = torch.where(greedy[..., None], one_hot(best, q), q)
         return Proposal(torch.where(greedy, best, draw(q, noise)), None, q, valid)
 
 

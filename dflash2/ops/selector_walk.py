@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["draw", "selector_walk"]
+__all__ = ["draw", "one_hot", "selector_walk"]
+
+
+def one_hot(index: Tensor, like: Tensor) -> Tensor:
+    """1 at ``index [...]``, 0 elsewhere: shape and dtype of ``like [..., C]``. torch's reads values on some devices."""
+    return (index[..., None] == torch.arange(like.shape[-1], device=like.device)).to(like.dtype)
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -43,7 +48,7 @@ def selector_walk(
         if temperature is not None and uniforms is not None:
             greedy = temperature <= 0
             q = torch.softmax(scores / torch.where(greedy, 1.0, temperature)[:, None], -1)
-            q = torch.where(greedy[:, None], torch.nn.functional.one_hot(index, q.shape[-1]).to(q.dtype), q)
+            q = torch.where(greedy[:, None], one_hot(index, q), q)
             index = torch.where(greedy, index, draw(q, uniforms[:, i]))
             q_rows.append(q)
         chosen.append(index)
