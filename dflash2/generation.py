@@ -149,11 +149,13 @@ class _Loop:
     def run(self, prompts: Tensor, mask: Tensor) -> list[_Request]:
         lengths = mask.sum(1).tolist()
         drafting = self.k > 0
-        kv = self.drafter.new_kv(len(prompts) if drafting else 1, max(lengths) + self.budget if drafting else 1)
-        requests = [_Request(i, kv.open() if drafting else -1, n) for i, n in enumerate(lengths)]
+        # A request close to its budget may accept a whole block because another one still has room for it.
+        kv = self.drafter.new_kv(len(prompts), max(lengths) + self.budget + self.k) if drafting else None
+        requests = [_Request(i, kv.open() if kv is not None else -1, n) for i, n in enumerate(lengths)]
         live = list(requests)
         layer_ids = self.drafter.config.target_layer_ids if drafting else ()
-        with TargetRunner(self.target, layer_ids, mask[:, :0]) as runner:
+        last = mask.sum(1) + self.budget - 2  # of the last token that is run: the answer's last one is not
+        with TargetRunner(self.target, layer_ids, mask[:, :0], last) as runner:
             began = time.perf_counter()
             logits = self._prefill(runner, kv, live, prompts, mask)
             tokens = self._first_tokens(logits[:, -1])
@@ -165,14 +167,14 @@ class _Loop:
         return requests
 
     def _prefill(
-        self, runner: TargetRunner, kv: WindowKV, live: list[_Request], prompts: Tensor, mask: Tensor
+        self, runner: TargetRunner, kv: WindowKV | None, live: list[_Request], prompts: Tensor, mask: Tensor
     ) -> Tensor:
         logits = prompts
         for i in range(0, prompts.shape[1], PREFILL_TOKENS):
             part = mask[:, i : i + PREFILL_TOKENS]
             logits, taps = runner.run(prompts[:, i : i + PREFILL_TOKENS], part, last_only=True)
             self.stats.target_passes += 1
-            if taps is not None:
+            if kv is not None and taps is not None:
                 seen = mask[:, :i].sum(1).tolist()
                 self.drafter.append(kv, [r.seq for r in live], taps[part], seen, part.sum(1).tolist())
         return logits
@@ -184,14 +186,14 @@ class _Loop:
         p = target_probabilities(logits, temperature, top_p, top_k)
         return draw(p, uniform((len(p),), Stream.REPLACE, self.generators[1], p.device))
 
-    def _round(self, runner: TargetRunner, kv: WindowKV, live: list[_Request]) -> list[_Request]:
+    def _round(self, runner: TargetRunner, kv: WindowKV | None, live: list[_Request]) -> list[_Request]:
         """Draft, verify and commit once for every live request."""
         device = runner.mask.device
         left = max(self.budget - len(r.produced) for r in live)
         k = min(self.k, left - 1)
         seqs, starts = [r.seq for r in live], [r.position for r in live]
         anchors = torch.tensor([r.produced[-1] for r in live], device=device)
-        if k > 0:
+        if kv is not None and k > 0:
             proposal = self.drafter.propose(kv, seqs, anchors, starts, k, self.sampling[0], self.generators[0])
         else:
             none = torch.zeros(len(live), 0, dtype=torch.int64, device=device)
@@ -208,13 +210,14 @@ class _Loop:
         self.stats.rounds += len(live)
         self.stats.proposed += k * len(live)
         self.stats.accepted += sum(accepted)
-        if taps is not None:
+        if kv is not None and taps is not None:
             counts = [k + 1] * len(live)
             self.drafter.append(kv, seqs, taps.flatten(0, 1), starts, counts, [n + 1 for n in accepted])
         remaining = self._commit(live, new, runner, k)
-        for r in live:
-            if taps is not None and r not in remaining:
-                kv.close(r.seq)
+        if kv is not None:
+            for r in live:
+                if r not in remaining:
+                    kv.close(r.seq)
         return remaining
 
     def _commit(self, live: list[_Request], new: list[list[int]], runner: TargetRunner, k: int) -> list[_Request]:
@@ -266,7 +269,7 @@ def _right_aligned(input_ids: Tensor, attention_mask: Tensor | None, budget: int
 
 
 def _check_sampling(temperature: float, top_p: float, top_k: int, k: int, most: int) -> None:
-    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+    if not (temperature >= 0 and 0 < top_p <= 1 and top_k >= 0):  # so that NaN fails
         raise ValueError(
             f"temperature={temperature}, top_p={top_p}, top_k={top_k}: expected temperature >= 0, 0 < top_p <= 1 and "
             "top_k >= 0."
@@ -281,6 +284,12 @@ def _check_pair(target: Any, drafter: DFlash2Drafter) -> None:
         raise ConfigError(
             f"num_target_layers={drafter.config.num_target_layers} but the target has {layers} layers: the drafter was "
             "trained for another target."
+        )
+    theirs, ours = target.config.get_text_config(), drafter.config
+    if theirs.hidden_size != ours.hidden_size or theirs.vocab_size < ours.vocab_size:
+        raise ConfigError(
+            f"hidden_size={ours.hidden_size}, vocab_size={ours.vocab_size} but the target has {theirs.hidden_size} and "
+            f"{theirs.vocab_size}: the drafter was trained for another target."
         )
     if not drafter.is_bound:
         head = target.get_output_embeddings()

@@ -47,15 +47,18 @@ class TargetRunner:
         target: a Transformers causal LM.
         layer_ids: layers whose output is tapped; the last dimension of taps is their concatenation. Empty: no taps.
         mask: bool ``[R, S]``, the prompt's real tokens, right-aligned.
+        last_positions: int64 ``[R]``; tokens beyond are not needed and are run at this position, since targets with
+            learned positions have no more of them. Default: no limit.
     """
 
-    def __init__(self, target: Any, layer_ids: Sequence[int], mask: Tensor):
+    def __init__(self, target: Any, layer_ids: Sequence[int], mask: Tensor, last_positions: Tensor | None = None):
         from transformers import DynamicCache
 
         kinds = set(getattr(target.config.get_text_config(), "layer_types", None) or [])
         if kinds - {"full_attention", "sliding_attention"}:
             refuse_state(target, sorted(kinds))
         self.target, self.layer_ids, self.mask = target, tuple(layer_ids), mask
+        self.last_positions = last_positions
         self.cache = DynamicCache()
         accepted = inspect.signature(target.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
@@ -95,6 +98,8 @@ class TargetRunner:
         """
         full = torch.cat((self.mask[:, : self.cache.get_seq_length()], mask), 1)
         positions = full.cumsum(1).sub(1).clamp_min(0)[:, -tokens.shape[1] :]
+        if self.last_positions is not None:
+            positions = positions.minimum(self.last_positions[:, None])
         more = {self._cache_argument: self.cache, **(self._last_only if last_only else {})}
         out = self.target(
             input_ids=tokens, attention_mask=full.to(torch.int64), position_ids=positions, use_cache=True, **more
@@ -118,6 +123,8 @@ class TargetRunner:
             rows: int64 ``[R']``, requests to keep, ascending.
             lengths: int64 ``[R']``, how many of the newest cached rows to drop for each.
         """
+        if self.last_positions is not None:
+            self.last_positions = self.last_positions[rows]
         width = self.mask.shape[1]
         real = self.mask[rows].sum(1) - lengths
         new_width = int(real.max())
