@@ -15,7 +15,8 @@ from dflash2.config import DFlash2Config
 from dflash2.errors import ConfigError
 from dflash2.lm_head import LMHead, as_lm_head
 from dflash2.model import DraftNetwork
-from dflash2.ops.selector_walk import draw, one_hot, selector_walk
+from dflash2.ops.selector_walk import draw, finite, one_hot, selector_walk, tempered
+from dflash2.ops.top_candidates import top_candidates
 from dflash2.ops.visibility import block_visible, context_visible
 from dflash2.ops.window_attention import window_attention
 from dflash2.positions import host_integers, on_device
@@ -291,11 +292,11 @@ class DFlash2Drafter(DraftNetwork):
         return rows * c.input_embedding_scale if c.input_embedding_scale != 1.0 else rows
 
     def shape_logits(self, logits: Tensor) -> Tensor:
-        """Multiplier, then softcap, in fp32. Monotone, so the best tokens are known before."""
+        """Multiplier, then softcap, in fp32. Monotone, so the best tokens are known before. -inf stays ruled out."""
         c = self.config
         logits = logits.float() * c.output_multiplier
         cap = c.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else torch.where(logits.isneginf(), logits, cap * torch.tanh(logits / cap))
 
     def _choose(
         self, rows: Tensor, anchors: Tensor, valid: Tensor, temperature: Tensor | None, generator: Any
@@ -308,9 +309,9 @@ class DFlash2Drafter(DraftNetwork):
         if self.candidate_selector is None:
             return self._choose_independently(rows, valid, temperature, noise)
         c, flat = self.config, rows.flatten(0, 1)
-        ids, unary = self._head[0].top(flat, c.vocab_size, c.selector_top_k)
-        ids, unary = ids.unflatten(0, shape), self.shape_logits(unary).unflatten(0, shape)
-        unary = unary.clamp_min(torch.finfo(torch.float32).min)
+        ids, raw = self._head[0].top(flat, c.vocab_size, c.selector_top_k)
+        ids, raw = ids.unflatten(0, shape), raw.unflatten(0, shape)
+        valid, unary = valid & _means_something(raw[..., 0]), finite(self.shape_logits(raw))
         gate = self.candidate_selector.hidden_projection(rows)
         scores = self.candidate_selector.pair_scores
         first = unary[:, 0] + scores(gate[:, 0], anchors[:, None], ids[:, 0])[:, 0]
@@ -324,15 +325,19 @@ class DFlash2Drafter(DraftNetwork):
         """Each row by itself, the way of v1: the argmax, or a draw from the whole vocabulary at the temperature."""
         c, shape = self.config, tuple(rows.shape[:2])
         if temperature is None or noise is None:
-            ids, _ = self._head[0].top(rows.flatten(0, 1), c.vocab_size, 1)
-            return Proposal(ids.view(shape), None, None, valid)
-        raw = self._head[0].logits(rows.flatten(0, 1), c.vocab_size).unflatten(0, shape)
-        logits = torch.nan_to_num(self.shape_logits(raw), nan=-torch.inf).clamp_min(torch.finfo(torch.float32).min)
+            ids, raw = self._head[0].top(rows.flatten(0, 1), c.vocab_size, 1)
+            return Proposal(ids.view(shape), None, None, valid & _means_something(raw.view(shape)))
+        logits = self._head[0].logits(rows.flatten(0, 1), c.vocab_size).unflatten(0, shape)
+        best, raw = (x[..., 0] for x in top_candidates(logits, 1))  # of raw logits: a softcap can make ties
         greedy = (temperature <= 0)[:, None]
-        q = torch.softmax(logits / torch.where(greedy, 1.0, temperature[:, None])[..., None], -1)
-        best = logits.argmax(-1)
+        q = tempered(finite(self.shape_logits(logits)), torch.where(greedy, 1.0, temperature[:, None]))
         q = torch.where(greedy[..., None], one_hot(best, q), q)
-        return Proposal(torch.where(greedy, best, draw(q, noise)), None, q, valid)
+        return Proposal(torch.where(greedy, best, draw(q, noise)), None, q, valid & _means_something(raw))
+
+
+def _means_something(best: Tensor) -> Tensor:
+    """Whether the best raw logit of every row, ``[R, k]``, is a number: not all NaN or -inf, no +inf. bool ``[R]``."""
+    return best.isfinite().all(1)
 
 
 def _temperatures(temperature: float | Sequence[float] | Tensor, like: Tensor) -> Tensor | None:

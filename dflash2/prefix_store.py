@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash2.errors import CapacityError
+
 __all__ = ["PrefixStore", "TokenChain"]
 
 
@@ -67,8 +69,14 @@ class PrefixStore:
         page_bytes = 2 * layers * page_size * heads * head_dim * dtype.itemsize
         self.page_size, self.num_pages = page_size, budget_bytes // page_bytes
         shape = (layers, self.num_pages, page_size, heads, head_dim)
-        self.keys = torch.empty(shape, device=device, dtype=dtype)
-        self.values = torch.empty(shape, device=device, dtype=dtype)
+        try:
+            self.keys = torch.empty(shape, device=device, dtype=dtype)
+            self.values = torch.empty(shape, device=device, dtype=dtype)
+        except RuntimeError as e:
+            raise CapacityError(
+                f"the prefix store needs {budget_bytes:,} bytes and {device} cannot give them. Lower "
+                "prefix_store_bytes."
+            ) from e
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()
         self._children: dict[bytes, set[bytes]] = {}
         self._free = list(range(self.num_pages))
@@ -114,7 +122,8 @@ class PrefixStore:
             max_pages: how many pages the window can use.
 
         Returns:
-            (page number in the sequence, index in the store), ascending; empty when the last page is not stored.
+            (page number in the sequence, index in the store), ascending. Rows after the last whole page are left out
+            when no stored page begins with them.
         """
         last, part = divmod(len(chain.tokens), self.page_size)
         found: list[tuple[int, int]] = []

@@ -19,7 +19,8 @@ class Proposal:
         q: fp32 ``[R, k, C]``, the distribution each token was drawn from, over ``candidates``; ``[R, k, V]`` without a
             selector. One-hot for greedy rows. None when the whole call was greedy.
         valid: bool ``[R]``, False where a sequence could not draft (positions that do not fit, no context row, an
-            anchor outside the vocabulary, a non-finite hidden state). Its tokens are in range and mean nothing.
+            anchor outside the vocabulary, a non-finite hidden state or best logit). Its tokens are in range and mean
+            nothing.
     """
 
     tokens: Tensor

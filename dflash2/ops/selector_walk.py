@@ -5,12 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["draw", "one_hot", "selector_walk"]
+__all__ = ["draw", "finite", "one_hot", "selector_walk", "tempered"]
 
 
 def one_hot(index: Tensor, like: Tensor) -> Tensor:
     """1 at ``index [...]``, 0 elsewhere: shape and dtype of ``like [..., C]``. torch's reads values on some devices."""
     return (index[..., None] == torch.arange(like.shape[-1], device=like.device)).to(like.dtype)
+
+
+def finite(scores: Tensor) -> Tensor:
+    """Scores that can be compared and subtracted: NaN and -inf become the least fp32 number, +inf the largest."""
+    lowest = torch.finfo(torch.float32).min
+    return scores.nan_to_num(nan=lowest, neginf=lowest)
+
+
+def tempered(scores: Tensor, temperature: Tensor) -> Tensor:
+    """``softmax(scores / T)`` of finite ``scores [..., C]``; ``T [...]`` > 0 may be tiny, as the best is taken off."""
+    return torch.softmax((scores - scores.amax(-1, keepdim=True)) / temperature[..., None], -1)
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -44,10 +55,11 @@ def selector_walk(
     for i in range(edges.shape[1] + 1):
         if i:
             scores = edges[:, i - 1].gather(1, chosen[-1][:, None, None].expand(-1, 1, edges.shape[-1]))[:, 0]
+        scores = finite(scores)
         index = scores.argmax(-1)
         if temperature is not None and uniforms is not None:
             greedy = temperature <= 0
-            q = torch.softmax(scores / torch.where(greedy, 1.0, temperature)[:, None], -1)
+            q = tempered(scores, torch.where(greedy, 1.0, temperature))
             q = torch.where(greedy[:, None], one_hot(index, q), q)
             index = torch.where(greedy, index, draw(q, uniforms[:, i]))
             q_rows.append(q)
