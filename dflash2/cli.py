@@ -25,6 +25,12 @@ exit codes: 0 done, 1 an output differed or did not fit, 2 the input was wrong (
 """
 
 
+def _at_least_1(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
 def _pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default="smollm2-135m", help=f"the model that decides: {PAIR_HELP}")
     parser.add_argument("--drafter", default="smollm2-135m-dflash2", help=f"the model that drafts: {PAIR_HELP}")
@@ -46,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="answer three prompts with and without drafts, and compare")
     _pair(demo)
     demo.add_argument("--prompt", action="append", help="ask this instead; may be repeated")
-    demo.add_argument("--max-new-tokens", type=int, default=128, help="per answer (default: %(default)s)")
+    demo.add_argument("--max-new-tokens", type=_at_least_1, default=128, help="per answer (default: %(default)s)")
     demo.add_argument("--json", type=Path, help="write the numbers to this file")
     demo.set_defaults(run=_demo)
 
@@ -56,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--file", type=Path, help="read the prompt from a file")
     generate.add_argument("--system", help="system turn of the chat template")
     generate.add_argument("--raw", action="store_true", help="no chat template: continue the text as it is")
-    generate.add_argument("--max-new-tokens", type=int, default=256, help="budget (default: %(default)s)")
+    generate.add_argument("--max-new-tokens", type=_at_least_1, default=256, help="budget (default: %(default)s)")
     generate.add_argument("--num-draft-tokens", type=int, help="drafts per round (default: all the block has room for)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-p", type=float, default=1.0, help="of the target's distribution (default: off)")
@@ -77,6 +83,8 @@ def _demo(args: argparse.Namespace) -> int:
     from dflash2.demo import PROMPTS, run_demo
     from dflash2.loading import load_pair
 
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise dflash2.ConfigError(f"--json {args.json}: there is no such folder to write to. Make it first.")
     pair = load_pair(args.target, args.drafter, args.device, args.dtype)
     prompts = [(f"prompt {i + 1}", p) for i, p in enumerate(args.prompt or [])] or PROMPTS
     return 0 if run_demo(*pair, prompts, args.max_new_tokens, args.json) else FAILED
@@ -169,6 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except ValueError as e:  # every error that a user can mend is one
         print(f"dflash2: {type(e).__name__}: {e}", file=sys.stderr)
+        return USER_ERROR
+    except OSError as e:  # a full disk, a file that may not be written, a closed pipe
+        print(f"dflash2: {e}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("dflash2: interrupted", file=sys.stderr)

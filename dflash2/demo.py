@@ -51,7 +51,8 @@ def _timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
 
 
 def _plain(target: Any, ids: Tensor, max_new_tokens: int) -> list[int]:
-    out = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+    neutral = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # whatever its config says
+    out = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **neutral)
     return out[0, ids.shape[1] :].tolist()
 
 

@@ -101,7 +101,8 @@ def generate(
         input_ids: int64 ``[R, S]``.
         attention_mask: ``[R, S]``, 0 for padding, on either side. Default: no padding.
         max_new_tokens: budget of each request.
-        temperature, top_p, top_k: of the target's distribution; temperature 0 is greedy.
+        temperature, top_p, top_k: of the target's distribution; temperature 0 is greedy. Nothing else shapes it: what
+            the target's generation config says of sampling and penalties is not read.
         num_draft_tokens: k per round, at most the trained block_size - 1, which is the default. 0: plain decoding.
         eos_token_id: ids that end a request (kept in the output). Default: the target's generation config; ``[]`` or
             a negative id: none.
