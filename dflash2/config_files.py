@@ -79,8 +79,9 @@ OTHER = (
     "torch_dtype",
 )
 KNOWN_NESTED = {*METHOD, *SHAPE, *REFUSED, *OTHER}
-#: Top-level keys that `DFlash2Config` re-creates, so they are not kept as `extra`.
+#: Top-level keys that are not kept as `extra`: `DFlash2Config` re-creates them, or they describe the file's own layout.
 DERIVED = {"architectures", "model_type", "tie_word_embeddings", "dflash_config", "transformer_layer_config"}
+DERIVED |= {"auto_map", "speculators_config", "speculators_model_type", "speculators_version"}
 
 
 class _Fields:

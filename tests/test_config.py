@@ -260,6 +260,10 @@ def test_speculators_export():
     assert c.hidden_size == 64
     assert c.dtype == "float32"
     assert DFlash2Config.from_pretrained(json.loads(c.to_json())) == c
+    assert not [k for k in c.to_dict() if k.startswith("speculators")], "saved in the published layout, not that one"
+    assert "auto_map" not in read(raw(auto_map={"AutoModel": "dflash.DFlashDraftModel"})).to_dict(), (
+        "its code stays behind"
+    )
     assert read(speculators(sliding_window_non_causal=False)).causal == (True, True)
     flat = speculators()
     del flat["sliding_window_non_causal"]

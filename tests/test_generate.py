@@ -577,6 +577,39 @@ def test_a_shared_int8_head():
     answers(out, ids, [cut(reference("qwen3", r, n), 20) for r, n in enumerate(RAGGED[2])])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+def test_dtypes_of_target_and_drafter(dtype, target_dtype):
+    """P12: any mix runs; in fp32 the target's output is its own, whatever the drafter computes in."""
+    import copy
+
+    model = copy.deepcopy(target()).to(target_dtype)
+    ids, mask = batch(RAGGED[2])
+    for temperature in (0.0, 1.0):
+        out = generate(model, drafter().to(dtype), ids, mask, 20, temperature=temperature, seed=1)
+        check_stats(out, [20, 20])
+        assert 0 <= int(out.sequences.min()) <= int(out.sequences.max()) < V
+        if target_dtype == torch.float32 and temperature == 0:
+            answers(out, ids, [cut(reference("llama", r, n), 20) for r, n in enumerate(RAGGED[2])])
+
+
+@pytest.mark.parametrize("size", [3e4, math.inf, math.nan])
+def test_taps_that_overflow(size, monkeypatch):
+    """P12, K20: an fp16 drafter over taps beyond its range drafts nothing or nonsense; the output stays."""
+    made = drafter().half()
+    append = made.append
+
+    def enlarged(kv, seqs, taps, *a):
+        append(kv, seqs, torch.full_like(taps, size), *a)
+
+    monkeypatch.setattr(made, "append", enlarged)
+    ids, mask = batch(RAGGED[2])
+    out = generate(target(), made, ids, mask, 16)
+    answers(out, ids, [cut(reference("llama", r, n), 16) for r, n in enumerate(RAGGED[2])])
+    out = generate(target(), made, ids, mask, 16, temperature=1.0, seed=0)
+    assert 0 <= int(out.sequences.min()) <= int(out.sequences.max()) < V
+
+
 def test_binds_the_target_once():
     made = drafter()
     ids, mask = batch([4])

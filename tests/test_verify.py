@@ -277,6 +277,23 @@ def test_streams_are_independent():
     assert torch.equal(again, draws[Stream.DRAFT])
 
 
+def test_noise_is_splitmix64():
+    """The hash, against exact unsigned arithmetic."""
+    mask = 2**64 - 1
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        return x ^ (x >> 31)
+
+    g, g2 = (torch.Generator().manual_seed(9) for _ in range(2))
+    bits = torch.randint(0, 2**63 - 1, (500,), generator=g, dtype=torch.int64).tolist()
+    for stream in Stream:
+        g2.manual_seed(9)
+        expected = [(mix(b + stream * 0x9E3779B97F4A7C15 & mask) >> 11) * 2.0**-53 for b in bits]
+        assert uniform((500,), stream, g2, torch.device("cpu")).tolist() == expected
+
+
 # -- greedy ---------------------------------------------------------------------------------------------------------
 
 
