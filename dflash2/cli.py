@@ -112,12 +112,14 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     if not prompt.strip():
         raise dflash2.ConfigError("the prompt is empty. Give it as an argument, with --file, or on standard input.")
+    import torch
     from transformers import TextStreamer
 
-    from dflash2.loading import load_pair, prompt_ids
+    from dflash2.loading import load_pair
+    from dflash2.prompts import prompt_ids
 
     target, tokenizer, drafter = load_pair(args.target, args.drafter, args.device, args.dtype)
-    ids = prompt_ids(tokenizer, prompt, args.system, args.raw).to(drafter.device)
+    ids = torch.tensor([prompt_ids(tokenizer, prompt, args.system, args.raw)], device=drafter.device)
     streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     out = dflash2.generate(
         target, drafter, ids, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,

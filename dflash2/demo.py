@@ -16,7 +16,7 @@ from torch import Tensor
 from dflash2.comparison import Difference, first_difference
 from dflash2.drafter import DFlash2Drafter
 from dflash2.generation import generate
-from dflash2.loading import prompt_ids
+from dflash2.prompts import prompt_ids
 
 __all__ = ["PROMPTS", "Answer", "run_demo"]
 
@@ -59,7 +59,7 @@ def _plain(target: Any, ids: Tensor, max_new_tokens: int) -> list[int]:
 def answer(target: Any, tokenizer: Any, drafter: DFlash2Drafter, name: str, prompt: str, max_new_tokens: int) -> Answer:
     """Decode greedily without and with drafts, one after the other in this process, and compare."""
     device = drafter.device
-    ids = prompt_ids(tokenizer, prompt).to(device)
+    ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=device)
     plain, plain_s = _timed(lambda: _plain(target, ids, max_new_tokens), device)
     drafted, drafted_s = _timed(lambda: generate(target, drafter, ids, max_new_tokens=max_new_tokens), device)
     tokens = drafted.sequences[0, ids.shape[1] :].tolist()

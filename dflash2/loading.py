@@ -10,7 +10,7 @@ from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import CheckpointError, ConfigError
 from dflash2.targets import resolve_target
 
-__all__ = ["DEFAULT_DRAFTER", "DEFAULT_TARGET", "load_pair", "load_target", "pick_device", "prompt_ids"]
+__all__ = ["DEFAULT_DRAFTER", "DEFAULT_TARGET", "load_pair", "load_target", "pick_device"]
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_DRAFTER = "smollm2-135m-dflash2"
@@ -68,27 +68,3 @@ def load_pair(target: str, drafter: str, device: str = "auto", dtype: str = "aut
     draft = DFlash2Drafter.from_pretrained(drafter, dtype=kind, device=where)
     model, tokenizer = load_target(target, where, kind)
     return model, tokenizer, draft
-
-
-def prompt_ids(tokenizer: Any, prompt: str, system: str | None = None, raw: bool = False) -> torch.Tensor:
-    """Token ids ``[1, S]`` of a user's turn in the chat template, or of the bare text.
-
-    Args:
-        system: system turn; the template's own default if None.
-        raw: no template, as for base models and completions. Also where the tokenizer has no template.
-
-    Raises:
-        ConfigError: the prompt has no tokens.
-    """
-    if raw or not getattr(tokenizer, "chat_template", None):
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    else:
-        turns = [{"role": "system", "content": system}] if system else []
-        turns.append({"role": "user", "content": prompt})
-        encoded = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        ids = encoded["input_ids"]
-    if ids.shape[1] == 0:
-        raise ConfigError("the prompt has no tokens. Write something.")
-    return ids.to(torch.int64)

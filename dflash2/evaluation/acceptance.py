@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,11 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import dflash2
 from dflash2.errors import ConfigError
+from dflash2.prompts import prompt_ids, read_prompts
 
-__all__ = ["Measurement", "main", "measure", "prompt_ids"]
+__all__ = ["Measurement", "main", "measure", "summarise"]
+
+#: Fewer prompts than this say more about the prompts than about the context length.
+MIN_PROMPTS = 5
+FIRST_BUCKET = 128
+DEFINITION = "tokens of verify rounds (bonus included) / rounds; per prompt, then the mean over prompts"
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Measurement:
         acceptance_length_micro: all tokens by all rounds.
         rounds, tokens: sums; tokens are those of verify rounds.
         accepted_by_row: share of the rounds that reached draft i and kept it.
+        by_context: per range of context lengths, tokens / rounds as ``acceptance_length``, ``rounds`` and ``prompts``.
+            Ranges seen by fewer than 5 prompts are left out.
         prompts: how many had at least one round.
         seconds: wall clock, everything included.
     """
@@ -43,17 +53,9 @@ class Measurement:
     rounds: int
     tokens: int
     accepted_by_row: list[float]
+    by_context: dict[str, dict[str, float]]
     prompts: int
     seconds: float
-
-
-def prompt_ids(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
-    """The first turn, and the system message if there is one, in the chat template up to where the answer begins."""
-    messages = [{"role": "user", "content": prompt["turns"][0]}]
-    if prompt.get("system"):
-        messages.insert(0, {"role": "system", "content": prompt["system"]})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def measure(
@@ -73,7 +75,7 @@ def measure(
     Args:
         target: a Transformers causal LM.
         drafter: trained for it.
-        tokenizer: the target's, with a chat template.
+        tokenizer: the target's.
         prompts: dictionaries with ``turns`` and optionally ``system``.
         max_new_tokens: budget of each answer.
         batch_size: prompts at a time; prompts of similar length go together.
@@ -82,22 +84,24 @@ def measure(
         seed: of sampling.
     """
     began = time.perf_counter()
-    encoded = sorted((prompt_ids(tokenizer, p) for p in prompts), key=len)
+    encoded = sorted((prompt_ids(tokenizer, p["turns"][0], p.get("system")) for p in prompts), key=len)
     lengths: list[list[int]] = []
-    for ids, mask in _batches(encoded, batch_size, target.device):
-        out = dflash2.generate(
-            target,
-            drafter,
-            ids,
-            mask,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            num_draft_tokens=num_draft_tokens,
-            seed=seed,
-        )
-        lengths += out.acceptance_lengths
+    with tqdm(total=len(encoded), unit="prompt", disable=None) as bar:
+        for ids, mask in _batches(encoded, batch_size, target.device):
+            out = dflash2.generate(
+                target,
+                drafter,
+                ids,
+                mask,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                num_draft_tokens=num_draft_tokens,
+                seed=seed,
+            )
+            lengths += out.acceptance_lengths
+            bar.update(len(ids))
     k = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
-    return _summary(lengths, k, time.perf_counter() - began)
+    return summarise(lengths, [len(ids) for ids in encoded], k, time.perf_counter() - began)
 
 
 def _batches(encoded: list[list[int]], size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -112,29 +116,56 @@ def _batches(encoded: list[list[int]], size: int, device: torch.device) -> Itera
         yield ids.to(device), mask.to(device)
 
 
-def _summary(lengths: list[list[int]], k: int, seconds: float) -> Measurement:
+def summarise(lengths: Sequence[list[int]], prompt_lengths: Sequence[int], k: int, seconds: float) -> Measurement:
+    """From the tokens of every round of every prompt.
+
+    Args:
+        lengths: per prompt, tokens per round.
+        prompt_lengths: tokens of each prompt.
+        k: drafts per round.
+        seconds: wall clock to report.
+    """
+    by_context = _by_context(lengths, prompt_lengths)
     lengths = [n for n in lengths if n]
     rounds, tokens = sum(map(len, lengths)), sum(map(sum, lengths))
     flat = [n for per_prompt in lengths for n in per_prompt]
-    by_row = [sum(n > i + 1 for n in flat) / max(sum(n > i for n in flat), 1) for i in range(k)]
+    by_row = [round(sum(n > i + 1 for n in flat) / max(sum(n > i for n in flat), 1), 4) for i in range(k)]
     macro = sum(sum(n) / len(n) for n in lengths) / max(len(lengths), 1)
-    rates = [round(r, 4) for r in by_row]
+    micro = tokens / max(rounds, 1)
     return Measurement(
-        round(macro, 4), round(tokens / max(rounds, 1), 4), rounds, tokens, rates, len(lengths), round(seconds, 1)
+        round(macro, 4), round(micro, 4), rounds, tokens, by_row, by_context, len(lengths), round(seconds, 1)
     )
 
 
-def read_sets(specs: Sequence[str], limit: int) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
-    """``NAME=FILE`` of JSON lines with ``turns``; the first ``limit`` prompts of each, 0 for all."""
+def _by_context(lengths: Sequence[list[int]], prompt_lengths: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Rounds sorted by the context they drafted from: below 128, then a range per doubling."""
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for prompt, (rounds, context) in enumerate(zip(lengths, prompt_lengths, strict=True)):
+        for produced in rounds:
+            found[(context // FIRST_BUCKET).bit_length()].append((prompt, produced))
+            context += produced
+    table = {}
+    for level, seen in sorted(found.items()):
+        prompts = len({prompt for prompt, _ in seen})
+        if prompts >= MIN_PROMPTS:
+            low = FIRST_BUCKET * 2 ** (level - 1) if level else 0
+            mean = sum(produced for _, produced in seen) / len(seen)
+            table[f"{low}-{FIRST_BUCKET * 2**level - 1}"] = {
+                "acceptance_length": round(mean, 4),
+                "rounds": len(seen),
+                "prompts": prompts,
+            }
+    return table
+
+
+def _sets(specs: Sequence[str], limit: int) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
+    """``NAME=FILE`` arguments; the first ``limit`` prompts of each file, 0 for all."""
     sets = {}
     for spec in specs:
         name, equals, file = spec.partition("=")
         if not equals:
             raise ConfigError(f"--prompts {spec!r}: expected NAME=FILE.")
-        lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line.strip()]
-        if not lines or not all(p.get("turns") for p in lines):
-            raise ConfigError(f"{file}: expected one JSON object with 'turns' per line.")
-        sets[name] = (Path(file), lines[: limit or None])
+        sets[name] = (Path(file), read_prompts([file])[: limit or None])
     return sets
 
 
@@ -143,61 +174,71 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     # cuDNN's attention is planned anew for every shape, and here shapes change all the time.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
+    from dflash2.loading import load_pair
 
-    sets = read_sets(args.prompts, args.limit)
-    folder = dflash2.resolve_target(args.target)
-    dtype = getattr(torch, args.dtype)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(args.device).eval()
-    drafter = dflash2.DFlash2Drafter.from_pretrained(args.drafter, dtype=dtype, device=args.device)
-    settings = {
-        k: getattr(args, k) for k in ("max_new_tokens", "batch_size", "num_draft_tokens", "temperature", "seed")
-    }
+    sets = _sets(args.prompts, args.limit)
+    target, tokenizer, drafter = load_pair(args.target, args.drafter, args.device, args.dtype)
+    names = ("max_new_tokens", "batch_size", "num_draft_tokens", "temperature", "seed")
+    settings = {name: getattr(args, name) for name in names}
     measured = {}
     for name, (_, prompts) in sets.items():
-        measured[name] = measure(target, drafter, tokenizer, prompts, **settings)
-        m = measured[name]
-        print(
-            f"{name}: acceptance length {m.acceptance_length:.3f} over {m.prompts} prompts, {m.seconds:.0f} s",
-            flush=True,
-        )
-    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
+        m = measured[name] = measure(target, drafter, tokenizer, prompts, **settings)
+        line = f"{name}: acceptance length {m.acceptance_length:.3f} over {m.prompts} prompts, {m.seconds:.0f} s"
+        print(line, flush=True)
     report = {
         "acceptance_length": {name: m.acceptance_length for name, m in measured.items()},
+        "definition": DEFINITION,
         "details": {name: asdict(m) for name, m in measured.items()},
         "prompts": {
             name: {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "count": len(prompts)}
             for name, (file, prompts) in sets.items()
         },
-        "settings": settings | {"dtype": args.dtype, "block_size": drafter.config.block_size, "turns": "first only"},
-        "definition": "tokens of verify rounds (bonus included) / rounds; per prompt, then the mean over prompts",
-        "provenance": {
-            "target": Path(args.target).name,
-            "drafter": Path(args.drafter).name,
-            "device": device,
-            "torch": torch.__version__,
-            "transformers": __version__,
-            "dflash2": dflash2.__version__,
+        "settings": {
+            **settings,
+            "dtype": str(drafter.dtype).removeprefix("torch."),
+            "block_size": drafter.config.block_size,
+            "turns": "first only",
+            "template_sha256": _template(tokenizer),
         },
+        "provenance": _provenance(args, drafter.device),
     }
     args.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
+def _template(tokenizer: Any) -> str | None:
+    """Acceptance under another chat template is another number, so the report says which it was."""
+    template = getattr(tokenizer, "chat_template", None)
+    return None if not template else hashlib.sha256(str(template).encode()).hexdigest()
+
+
+def _provenance(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
+    import transformers
+
+    return {
+        "target": Path(args.target).name,
+        "drafter": Path(args.drafter).name,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "dflash2": dflash2.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure a drafter's acceptance length by generating.")
-    parser.add_argument("--target", required=True, help="Transformers folder, hub id, or smollm2-135m")
-    parser.add_argument("--drafter", required=True, help="folder of the drafter")
+    parser.add_argument("--target", default="smollm2-135m", help="folder, hub id or name (default: %(default)s)")
+    parser.add_argument("--drafter", default="smollm2-135m-dflash2", help="the same for the drafter")
     parser.add_argument("--prompts", required=True, nargs="+", metavar="NAME=FILE", help="JSONL files with turns")
     parser.add_argument("--out", required=True, type=Path, help="JSON report")
     parser.add_argument("--limit", type=int, default=0, help="first so many prompts of each file; 0: all")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--num-draft-tokens", type=int, default=None)
+    parser.add_argument("--num-draft-tokens", type=int, help="drafts per round (default: all the block has room for)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto", help="auto: bfloat16 on GPUs, else float32")
+    parser.add_argument("--device", default="auto")
     return parser.parse_args(argv)
 
 

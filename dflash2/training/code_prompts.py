@@ -7,6 +7,7 @@ examples and the wording are ours; no benchmark's problems are among them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ from typing import Any
 __all__ = ["main", "prompts"]
 
 Make = Callable[[random.Random], tuple[Any, ...]]
-WORDS = "river stone apple cloud window garden pencil bridge candle forest winter level radar silver orange".split()
+WORDS = ["river", "stone", "apple", "cloud", "window", "garden", "pencil", "bridge", "candle", "forest"]
+WORDS += ["winter", "level", "radar", "silver", "orange"]
 
 
 def _ints(low: int = -9, high: int = 30, most: int = 7) -> Make:
@@ -48,7 +50,7 @@ TASKS: tuple[tuple[str, str, str, Make, Callable[..., Any]], ...] = (
     ("sum_even", "numbers", "returns the sum of the even numbers in a list", _ints(), lambda x: sum(n for n in x if n % 2 == 0)),
     ("count_odd", "numbers", "counts the odd numbers in a list", _ints(), lambda x: sum(n % 2 for n in x)),
     ("running_total", "numbers", "returns the list of running totals", _ints(), lambda x: [sum(x[: i + 1]) for i in range(len(x))]),
-    ("largest_gap", "numbers", "returns the largest difference between neighbours in a list", _ints(), lambda x: max(abs(a - b) for a, b in zip(x, x[1:], strict=False))),
+    ("largest_gap", "numbers", "returns the largest difference between neighbours in a list", _ints(), lambda x: max(abs(a - b) for a, b in itertools.pairwise(x))),
     ("second_largest", "numbers", "returns the second largest distinct number of a list", lambda r: (r.sample(range(40), 5),), lambda x: sorted(set(x))[-2]),
     ("drop_duplicates", "items", "removes duplicates from a list and keeps the order", _ints(0, 5), lambda x: list(dict.fromkeys(x))),
     ("rotate_left", "items, steps", "rotates a list to the left by a number of steps", _both(_ints(), _int(1, 3)), lambda x, k: x[k % len(x) :] + x[: k % len(x)]),

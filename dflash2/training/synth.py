@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
 import json
 import os
@@ -16,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash2.errors import ConfigError
-from dflash2.evaluation.acceptance import prompt_ids
+from dflash2.prompts import prompt_ids, read_prompts
 from dflash2.training.decode import LlamaDecoder
 
-__all__ = ["Request", "Answer", "answer", "main", "read_prompts", "requests", "write_shard"]
+__all__ = ["Request", "Answer", "answer", "main", "requests", "write_shard"]
 
 #: Decode steps between two looks at which rows have ended: each look waits for the device.
 STRIDE = 16
@@ -42,19 +40,6 @@ class Answer:
     tokens: list[int]
 
 
-def read_prompts(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """JSON lines (``.jsonl`` or ``.jsonl.gz``) with ``turns`` (the first is used) and optionally ``system``."""
-    prompts = []
-    for path in paths:
-        opener = gzip.open if path.endswith(".gz") else open
-        with opener(path, "rt") as lines:
-            prompts += [json.loads(line) for line in lines if line.strip()]
-    bad = [i for i, p in enumerate(prompts) if not p.get("turns")]
-    if bad:
-        raise ConfigError(f"prompts: entry {bad[0]} has no turns. Expected lines like {{'id': .., 'turns': ['..']}}.")
-    return prompts
-
-
 def requests(
     tokenizer: Any, prompts: Sequence[dict[str, Any]], *, temperatures: dict[float, float], max_prompt: int, seed: int
 ) -> list[Request]:
@@ -71,7 +56,10 @@ def requests(
     values, shares = list(temperatures), np.array(list(temperatures.values()), float)
     drawn = rng.choice(len(values), len(prompts), p=shares / shares.sum())
     order = rng.permutation(len(prompts))
-    made = (Request(prompt_ids(tokenizer, prompts[i]), values[drawn[i]]) for i in order)
+    made = (
+        Request(prompt_ids(tokenizer, prompts[i]["turns"][0], prompts[i].get("system")), values[drawn[i]])
+        for i in order
+    )
     return [r for r in made if len(r.prompt) <= max_prompt]
 
 

@@ -87,5 +87,5 @@ def test_other_architectures_are_refused(toy_llama):
 
 def test_prompts_without_turns_are_refused(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"id": 1, "turns": ["hi"]}\n{"id": 2}\n')
-    with pytest.raises(ConfigError, match="entry 1 has no turns"):
+    with pytest.raises(ConfigError, match="line 2 has no turns"):
         read_prompts([str(tmp_path / "p.jsonl")])
