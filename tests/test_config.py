@@ -68,6 +68,17 @@ MUSE = published(
 )  # fmt: skip
 
 
+def changed(file: dict, changes: dict) -> dict:
+    """``d_NAME`` is a field of ``dflash_config``; None removes it."""
+    for name, value in changes.items():
+        place, name = (file["dflash_config"], name[2:]) if name.startswith("d_") else (file, name)
+        if value is None:
+            place.pop(name, None)
+        else:
+            place[name] = value
+    return file
+
+
 def raw(**changes) -> dict:
     """A small valid v2 file; None removes a field. ``d_name`` changes ``dflash_config``."""
     file = copy.deepcopy(QWEN)
@@ -81,26 +92,14 @@ def raw(**changes) -> dict:
     }
     file |= {"num_target_layers": 8}
     file["dflash_config"] |= {"mask_token_id": 7, "target_layer_ids": [1, 5], "selector_rank": 4, "selector_top_k": 4}
-    for name, value in changes.items():
-        place, name = (file["dflash_config"], name[2:]) if name.startswith("d_") else (file, name)
-        if value is None:
-            place.pop(name, None)
-        else:
-            place[name] = value
-    return file
+    return changed(file, changes)
 
 
 def v1(**changes) -> dict:
     file = raw(architectures=["DFlashDraftModel"], is_causal=None)
     for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
         del file["dflash_config"][name]
-    for name, value in changes.items():
-        place, name = (file["dflash_config"], name[2:]) if name.startswith("d_") else (file, name)
-        if value is None:
-            place.pop(name, None)
-        else:
-            place[name] = value
-    return file
+    return changed(file, changes)
 
 
 def read(file: dict) -> DFlash2Config:

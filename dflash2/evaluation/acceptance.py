@@ -82,6 +82,9 @@ def measure(
         num_draft_tokens: k; the drafter's most by default.
         temperature: of the target's distribution; 0 is greedy.
         seed: of sampling.
+
+    Raises:
+        ConfigError: the drafter does not fit the target, or a prompt has no tokens.
     """
     began = time.perf_counter()
     encoded = sorted((prompt_ids(tokenizer, p["turns"][0], p.get("system")) for p in prompts), key=len)

@@ -149,6 +149,7 @@ def _value(text: str) -> Any:
 
 
 def to_json(config: TrainConfig) -> str:
+    """All settings as the text of a ``train.json``, which `load_config` reads back."""
     return json.dumps(asdict(config), indent=2) + "\n"
 
 

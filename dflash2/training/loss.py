@@ -135,7 +135,14 @@ def head_loss(
 
 @dataclass(frozen=True)
 class BlockTargets:
-    """For rows 1..B-1 of each block, all ``[N, B-1]`` but ``teacher [N, B-1, H]``."""
+    """What rows 1..B-1 of each block are to learn.
+
+    Attributes:
+        token: int64 ``[N, B-1]``, the document's token at each row's position.
+        predecessor: int64 ``[N, B-1]``, the token before it.
+        teacher: ``[N, B-1, H]``, the target's state that predicts ``token``.
+        weight: fp32 ``[N, B-1]``; 0 where the row is not supervised.
+    """
 
     token: Tensor
     predecessor: Tensor
@@ -182,7 +189,15 @@ def draft_states(network: DraftNetwork, embedding: Tensor, blocks: Blocks, taps:
 
 @dataclass(frozen=True)
 class BlockLoss:
-    """Loss and what to report of a step. Tensors stay on the device."""
+    """Loss and what to report of a step. Tensors stay on the device.
+
+    Attributes:
+        total: fp32 scalar, with gradient: ``base`` plus the weighted ``selector``.
+        base, selector: fp32 scalars; ``selector`` is 0 without one.
+        top1: fp32 ``[B-1]``, share of supervised rows whose best token is gold.
+        recall: fp32 ``[B-1]``, share whose C candidates hold gold.
+        choice: fp32 ``[B-1]``, share where the selector picks gold after the true token; ``top1`` without one.
+    """
 
     total: Tensor
     base: Tensor
