@@ -142,7 +142,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from dflash2.inspection import describe, misfits
+    from dflash2.inspection import describe
+    from dflash2.target import misfits
 
     drafter = dflash2.DFlash2Drafter.from_pretrained(args.drafter)
     facts: dict[str, Any] = {"checkpoint": str(args.drafter), **describe(drafter)}

@@ -37,6 +37,9 @@ ROPE_TYPES = {
     ),
 }
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+#: A target's tables may have rows beyond the vocabulary, to a multiple that suits kernels or shards. More than this is
+#: another vocabulary.
+MAX_PADDED_ROWS = 1024
 V2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 

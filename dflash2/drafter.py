@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash2.append import append_on_device, append_on_host
-from dflash2.config import DFlash2Config
+from dflash2.config import MAX_PADDED_ROWS, DFlash2Config
 from dflash2.errors import ConfigError
 from dflash2.lm_head import LMHead, as_lm_head
 from dflash2.model import DraftNetwork
@@ -25,9 +25,6 @@ from dflash2.random import Stream, uniform
 from dflash2.window_kv import WindowKV
 
 __all__ = ["DFlash2Drafter"]
-
-#: A head may have rows beyond the vocabulary, to a multiple that suits kernels or shards. More is another vocabulary.
-MAX_PADDED_ROWS = 1024
 
 
 class DFlash2Drafter(DraftNetwork):

@@ -13,9 +13,8 @@ from torch import Tensor
 from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import ConfigError
 from dflash2.proposal import Proposal
-from dflash2.random import Stream, uniform
-from dflash2.target import TargetRunner, decoder_layers
-from dflash2.verification import draw, target_probabilities, verify
+from dflash2.target import TargetRunner, misfits
+from dflash2.verification import verify
 from dflash2.window_kv import WindowKV
 
 __all__ = ["Generation", "GenerationStats", "generate"]
@@ -30,7 +29,7 @@ class GenerationStats:
 
     Attributes:
         target_passes: forward passes of the target, the prompt's included.
-        rounds: verify rounds, summed over requests.
+        rounds, round_tokens: verify rounds and the tokens they produced, summed over requests.
         proposed, accepted: drafts made and drafts that stood (those cut by a stop included).
         new_tokens: tokens produced.
         prefill_s, decode_s: wall-clock seconds.
@@ -38,6 +37,7 @@ class GenerationStats:
 
     target_passes: int = 0
     rounds: int = 0
+    round_tokens: int = 0
     proposed: int = 0
     accepted: int = 0
     new_tokens: int = 0
@@ -47,9 +47,13 @@ class GenerationStats:
     @property
     def acceptance_length(self) -> float:
         """Tokens per verify round, bonus included; 0 when there was none."""
-        return self.from_rounds / self.rounds if self.rounds else 0.0
+        return self.round_tokens / self.rounds if self.rounds else 0.0
 
-    from_rounds: int = 0
+    def count(self, requests: Sequence[_Request]) -> None:
+        """Add up what the requests recorded."""
+        self.rounds = sum(len(r.lengths) for r in requests)
+        self.round_tokens = sum(sum(r.lengths) for r in requests)
+        self.new_tokens = sum(len(r.produced) for r in requests)
 
 
 @dataclass
@@ -67,7 +71,7 @@ class Generation:
     stats: GenerationStats
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     """One prompt on its way."""
 
@@ -113,7 +117,7 @@ def generate(
         ConfigError: the drafter does not fit this target, or the target's state cannot be rolled back.
         ValueError: shapes or arguments do not fit.
     """
-    mask, prompts = _right_aligned(input_ids, attention_mask, max_new_tokens)
+    prompts, lengths = _right_aligned(input_ids, attention_mask, max_new_tokens)
     k = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
     _check_sampling(temperature, top_p, top_k, k, drafter.config.max_draft_tokens)
     if streamer is not None and len(input_ids) != 1:
@@ -124,7 +128,7 @@ def generate(
     loop = _Loop(target, drafter, stops, max_new_tokens, (temperature, top_p, top_k), k, generators, streamer)
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    requests = loop.run(prompts, mask)
+    requests = loop.run(prompts, lengths)
     if streamer is not None:
         streamer.end()
     pad = _pad_id(target, stops)
@@ -132,7 +136,6 @@ def generate(
     answers = torch.full((len(requests), width), pad, dtype=input_ids.dtype)
     for r in requests:
         answers[r.row, : len(r.produced)] = torch.tensor(r.produced, dtype=input_ids.dtype)
-    loop.stats.new_tokens = sum(len(r.produced) for r in requests)
     return Generation(
         torch.cat((input_ids, answers.to(input_ids.device)), 1), [r.lengths for r in requests], loop.stats
     )
@@ -147,73 +150,58 @@ class _Loop:
         self.sampling, self.generators, self.streamer = sampling, generators, streamer
         self.stats = GenerationStats()
 
-    def run(self, prompts: Tensor, mask: Tensor) -> list[_Request]:
-        lengths = mask.sum(1).tolist()
-        drafting = self.k > 0
-        # A request close to its budget may accept a whole block because another one still has room for it.
-        kv = self.drafter.new_kv(len(prompts), max(lengths) + self.budget + self.k) if drafting else None
-        requests = [_Request(i, kv.open() if kv is not None else -1, n) for i, n in enumerate(lengths)]
-        live = list(requests)
-        layer_ids = self.drafter.config.target_layer_ids if drafting else ()
-        last = mask.sum(1) + self.budget - 2  # of the last token that is run: the answer's last one is not
-        with TargetRunner(self.target, layer_ids, mask[:, :0], last) as runner:
-            began = time.perf_counter()
-            logits = self._prefill(runner, kv, live, prompts, mask)
-            tokens = self._first_tokens(logits[:, -1])
-            live = self._commit(live, [[t] for t in tokens.tolist()], runner, 0)
-            self.stats.prefill_s = time.perf_counter() - began
-            while live:
-                live = self._round(runner, kv, live)
-            self.stats.decode_s = time.perf_counter() - began - self.stats.prefill_s
+    def run(self, prompts: Tensor, lengths: list[int]) -> list[_Request]:
+        """Answer all prompts: ``[R, S]``, right-aligned, of these lengths."""
+        kv = None
+        if self.k:
+            # A request close to its budget may accept a whole block because another one still has room for it.
+            kv = self.drafter.new_kv(len(lengths), max(lengths) + self.budget + self.k)
+        requests = [_Request(i, -1 if kv is None else kv.open(), n) for i, n in enumerate(lengths)]
+        layer_ids = self.drafter.config.target_layer_ids if self.k else ()
+        padding = [prompts.shape[1] - n for n in lengths]
+        last = [n + self.budget - 2 for n in lengths]  # of the last token that is run: the answer's last one is not
+        runner = TargetRunner(self.target, layer_ids, padding, last, prompts.device)
+        began = time.perf_counter()
+        logits = self._prefill(runner, kv, requests, prompts)
+        first = verify(_no_drafts(len(requests), prompts.device), logits[:, -1:], *self.sampling, self.generators[1])
+        live = self._commit(requests, [[t] for t in first.next_token.tolist()], runner, 0)
+        self.stats.prefill_s = time.perf_counter() - began
+        while live:
+            live = self._round(runner, kv, live)
+        self.stats.decode_s = time.perf_counter() - began - self.stats.prefill_s
+        self.stats.count(requests)
         return requests
 
-    def _prefill(
-        self, runner: TargetRunner, kv: WindowKV | None, live: list[_Request], prompts: Tensor, mask: Tensor
-    ) -> Tensor:
+    def _prefill(self, runner: TargetRunner, kv: WindowKV | None, live: list[_Request], prompts: Tensor) -> Tensor:
         logits = prompts
-        for i in range(0, prompts.shape[1], PREFILL_TOKENS):
-            part = mask[:, i : i + PREFILL_TOKENS]
-            logits, taps = runner.run(prompts[:, i : i + PREFILL_TOKENS], part, last_only=True)
+        for at in range(0, prompts.shape[1], PREFILL_TOKENS):
+            part = prompts[:, at : at + PREFILL_TOKENS]
+            logits, taps = runner.run(part, last_only=True)
             self.stats.target_passes += 1
             if kv is not None and taps is not None:
-                seen = mask[:, :i].sum(1).tolist()
-                self.drafter.append(kv, [r.seq for r in live], taps[part], seen, part.sum(1).tolist())
+                seen = [max(at - p, 0) for p in runner.padding]
+                skip = [min(max(p - at, 0), part.shape[1]) for p in runner.padding]
+                real = torch.cat([rows[n:] for rows, n in zip(taps, skip, strict=True)])
+                self.drafter.append(kv, [r.seq for r in live], real, seen, [part.shape[1] - n for n in skip])
         return logits
-
-    def _first_tokens(self, logits: Tensor) -> Tensor:
-        temperature, top_p, top_k = self.sampling
-        if temperature <= 0:
-            return logits.argmax(-1)
-        p = target_probabilities(logits, temperature, top_p, top_k)
-        return draw(p, uniform((len(p),), Stream.REPLACE, self.generators[1], p.device))
 
     def _round(self, runner: TargetRunner, kv: WindowKV | None, live: list[_Request]) -> list[_Request]:
         """Draft, verify and commit once for every live request."""
-        device = runner.mask.device
-        left = max(self.budget - len(r.produced) for r in live)
-        k = min(self.k, left - 1)
+        k = min(self.k, max(self.budget - len(r.produced) for r in live) - 1)
         seqs, starts = [r.seq for r in live], [r.position for r in live]
-        anchors = torch.tensor([r.produced[-1] for r in live], device=device)
+        anchors = torch.tensor([r.produced[-1] for r in live], device=runner.device)
+        proposal = _no_drafts(len(live), runner.device)
         if kv is not None and k > 0:
             proposal = self.drafter.propose(kv, seqs, anchors, starts, k, self.sampling[0], self.generators[0])
-        else:
-            none = torch.zeros(len(live), 0, dtype=torch.int64, device=device)
-            proposal = Proposal(none, None, None, torch.ones(len(live), dtype=torch.bool, device=device))
-        block = torch.cat((anchors[:, None], proposal.tokens), 1)
-        logits, taps = runner.run(block, torch.ones_like(block, dtype=torch.bool))
+        logits, taps = runner.run(torch.cat((anchors[:, None], proposal.tokens), 1))
         self.stats.target_passes += 1
         out = verify(proposal, logits, *self.sampling, self.generators[1])
-        accepted = out.accepted.tolist()
-        new = [
-            [*row[:n], bonus]
-            for row, n, bonus in zip(proposal.tokens.tolist(), accepted, out.next_token.tolist(), strict=True)
-        ]
-        self.stats.rounds += len(live)
+        table = torch.cat((out.accepted[:, None], out.next_token[:, None], proposal.tokens), 1).tolist()
+        new = [[*drafts[:accepted], token] for accepted, token, *drafts in table]
         self.stats.proposed += k * len(live)
-        self.stats.accepted += sum(accepted)
+        self.stats.accepted += sum(row[0] for row in table)
         if kv is not None and taps is not None:
-            counts = [k + 1] * len(live)
-            self.drafter.append(kv, seqs, taps.flatten(0, 1), starts, counts, [n + 1 for n in accepted])
+            self.drafter.append(kv, seqs, taps.flatten(0, 1), starts, [k + 1] * len(live), [len(t) for t in new])
         remaining = self._commit(live, new, runner, k)
         if kv is not None:
             for r in live:
@@ -223,24 +211,21 @@ class _Loop:
 
     def _commit(self, live: list[_Request], new: list[list[int]], runner: TargetRunner, k: int) -> list[_Request]:
         """Take each request's new tokens up to its stop, and drop what is finished or rejected from the cache."""
-        remaining, rows, rejected = [], [], []
-        for i, (r, tokens) in enumerate(zip(live, new, strict=True)):
+        remaining, drop = [], []
+        for r, tokens in zip(live, new, strict=True):
             kept, done = self._cut(tokens, self.budget - len(r.produced))
             first = not r.produced
             r.produced += kept
             if not first:
                 r.lengths.append(len(kept))
-                self.stats.from_rounds += len(kept)
                 r.position += len(tokens)
             if self.streamer is not None:
                 self.streamer.put(torch.tensor(kept))
             if not done:
                 remaining.append(r)
-                rows.append(i)
-                rejected.append(0 if first else k + 1 - len(tokens))
+                drop.append(0 if first else k + 1 - len(tokens))
         if remaining:
-            device = runner.mask.device
-            runner.keep(torch.tensor(rows, device=device), torch.tensor(rejected, device=device))
+            runner.keep([i for i, r in enumerate(live) if r in remaining], drop)
         return remaining
 
     def _cut(self, tokens: list[int], left: int) -> tuple[list[int], bool]:
@@ -251,8 +236,14 @@ class _Loop:
         return tokens, len(tokens) == left
 
 
-def _right_aligned(input_ids: Tensor, attention_mask: Tensor | None, budget: int) -> tuple[Tensor, Tensor]:
-    """Mask and tokens with all padding on the left; columns that pad every request are gone."""
+def _no_drafts(requests: int, device: torch.device) -> Proposal:
+    """K = 0: the target decides alone."""
+    none = torch.zeros(requests, 0, dtype=torch.int64, device=device)
+    return Proposal(none, None, None, torch.ones(requests, dtype=torch.bool, device=device))
+
+
+def _right_aligned(input_ids: Tensor, attention_mask: Tensor | None, budget: int) -> tuple[Tensor, list[int]]:
+    """Tokens ``[R, S]`` with all padding on the left, and how many of each row are real; the longest has no padding."""
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}: expected [requests, tokens], both at least 1.")
     if budget < 1:
@@ -260,13 +251,12 @@ def _right_aligned(input_ids: Tensor, attention_mask: Tensor | None, budget: int
     mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if mask.shape != input_ids.shape or not bool(mask.any(1).all()):
         raise ValueError(f"attention_mask {list(mask.shape)} must match input_ids and leave each request a token.")
-    order = mask.to(torch.int8).argsort(dim=1, stable=True)
-    aligned = mask.gather(1, order)
     ends = mask.shape[1] - mask.flip(1).to(torch.int8).argmax(1)
-    if bool((ends - mask.to(torch.int8).argmax(1) != mask.sum(1)).any()):
+    lengths = mask.sum(1)
+    if bool((ends - mask.to(torch.int8).argmax(1) != lengths).any()):
         raise ValueError("attention_mask has holes between real tokens: padding belongs on one side.")
-    width = int(mask.sum(1).max())
-    return aligned[:, -width:], input_ids.gather(1, order)[:, -width:]
+    order = mask.to(torch.int8).argsort(dim=1, stable=True)
+    return input_ids.gather(1, order)[:, -int(lengths.max()) :], lengths.tolist()
 
 
 def _check_sampling(temperature: float, top_p: float, top_k: int, k: int, most: int) -> None:
@@ -280,18 +270,8 @@ def _check_sampling(temperature: float, top_p: float, top_k: int, k: int, most: 
 
 
 def _check_pair(target: Any, drafter: DFlash2Drafter) -> None:
-    layers = len(decoder_layers(target))
-    if drafter.config.num_target_layers not in (None, layers):
-        raise ConfigError(
-            f"num_target_layers={drafter.config.num_target_layers} but the target has {layers} layers: the drafter was "
-            "trained for another target."
-        )
-    theirs, ours = target.config.get_text_config(), drafter.config
-    if theirs.hidden_size != ours.hidden_size or theirs.vocab_size < ours.vocab_size:
-        raise ConfigError(
-            f"hidden_size={ours.hidden_size}, vocab_size={ours.vocab_size} but the target has {theirs.hidden_size} and "
-            f"{theirs.vocab_size}: the drafter was trained for another target."
-        )
+    if problems := misfits(drafter.config, target.config):
+        raise ConfigError(f"the drafter was trained for another target than this one: {'; '.join(problems)}.")
     if not drafter.is_bound:
         head = target.get_output_embeddings()
         if head is None:

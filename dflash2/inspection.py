@@ -7,7 +7,7 @@ from typing import Any
 from dflash2.config import DFlash2Config
 from dflash2.drafter import DFlash2Drafter
 
-__all__ = ["describe", "misfits", "propose_bytes"]
+__all__ = ["describe", "propose_bytes"]
 
 
 def propose_bytes(
@@ -70,23 +70,3 @@ def describe(drafter: DFlash2Drafter, page_size: int = 16) -> dict[str, Any]:
         "bytes_per_propose": propose_bytes(c, sum(sizes.values()) - books, context, item, item),
         "bytes_per_propose_int8_head": propose_bytes(c, sum(sizes.values()) - books, context, item, 1),
     }
-
-
-def misfits(c: DFlash2Config, target_config: Any) -> list[str]:
-    """Why a drafter cannot serve a target; empty if nothing speaks against it.
-
-    Args:
-        c: the drafter.
-        target_config: the target's Transformers configuration.
-    """
-    t = target_config.get_text_config()
-    found = []
-    if t.hidden_size != c.hidden_size:
-        found.append(f"hidden_size: drafter {c.hidden_size}, target {t.hidden_size}")
-    if c.num_target_layers not in (None, t.num_hidden_layers):
-        found.append(f"num_target_layers: drafter {c.num_target_layers}, target {t.num_hidden_layers}")
-    if max(c.target_layer_ids) >= t.num_hidden_layers:
-        found.append(f"target_layer_ids: {list(c.target_layer_ids)}, target has layers 0 to {t.num_hidden_layers - 1}")
-    if not c.vocab_size <= t.vocab_size < c.vocab_size + 1024:
-        found.append(f"vocab_size: drafter {c.vocab_size}, target {t.vocab_size} (up to 1023 padded rows are fine)")
-    return found

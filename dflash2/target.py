@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash2.config import MAX_PADDED_ROWS, DFlash2Config
 from dflash2.errors import ConfigError
 
-__all__ = ["TargetRunner", "decoder_layers"]
+__all__ = ["TargetRunner", "decoder_layers", "misfits", "tapped"]
 
 
 def decoder_layers(target: nn.Module) -> nn.ModuleList:
@@ -30,6 +32,51 @@ def decoder_layers(target: nn.Module) -> nn.ModuleList:
     )
 
 
+def misfits(c: DFlash2Config, target_config: Any) -> list[str]:
+    """Why a drafter cannot serve a target; empty if nothing speaks against it.
+
+    Args:
+        c: the drafter.
+        target_config: the target's Transformers configuration.
+    """
+    t = target_config.get_text_config()
+    found = []
+    if t.hidden_size != c.hidden_size:
+        found.append(f"hidden_size: drafter {c.hidden_size}, target {t.hidden_size}")
+    if c.num_target_layers not in (None, t.num_hidden_layers):
+        found.append(f"num_target_layers: drafter {c.num_target_layers}, target {t.num_hidden_layers}")
+    if max(c.target_layer_ids) >= t.num_hidden_layers:
+        found.append(f"target_layer_ids: {list(c.target_layer_ids)}, target has layers 0 to {t.num_hidden_layers - 1}")
+    if not 0 <= t.vocab_size - c.vocab_size < MAX_PADDED_ROWS:
+        padded = f"up to {MAX_PADDED_ROWS - 1} padded rows are fine"
+        found.append(f"vocab_size: drafter {c.vocab_size}, target {t.vocab_size} ({padded})")
+    return found
+
+
+@contextmanager
+def tapped(target: nn.Module, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """While open, every forward pass leaves the outputs of these decoder layers in the dictionary, and no others.
+
+    Args:
+        target: a causal LM.
+        layer_ids: layer id L is the *output* of decoder layer L, the residual stream before any final norm.
+    """
+    layers, taps = decoder_layers(target), dict[int, Tensor]()
+
+    def keep(layer: int) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            taps[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    hooks = [layers[i].register_forward_hook(keep(i)) for i in set(layer_ids)]
+    try:
+        yield taps
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def refuse_state(target: Any, kinds: Sequence[str]) -> None:
     """Say that rejected drafts could not be taken out of this target's state."""
     raise ConfigError(
@@ -41,109 +88,99 @@ def refuse_state(target: Any, kinds: Sequence[str]) -> None:
 class TargetRunner:
     """Runs the target on chunks of tokens, keeps its cache, and hands out taps of the chosen layers only.
 
-    All sequences of the batch share one cache, right-aligned: padding is on the left, the newest token at the end.
+    All requests share one cache, right-aligned: padding is on the left, the newest token at the end. Lengths are
+    known to the host, so nothing here waits for the device.
 
     Args:
         target: a Transformers causal LM.
         layer_ids: layers whose output is tapped; the last dimension of taps is their concatenation. Empty: no taps.
-        mask: bool ``[R, S]``, the prompt's real tokens, right-aligned.
-        last_positions: int64 ``[R]``; tokens beyond are not needed and are run at this position, since targets with
-            learned positions have no more of them. Default: no limit.
+        padding: per request, how many of the first tokens are padding.
+        last_positions: per request; tokens beyond are not needed and are run at this position, since targets with
+            learned positions have no more of them.
+        device: where tokens are, and where logits and taps go (a target may be spread over several).
+
+    Raises:
+        ConfigError: the target keeps state that cannot be rolled back.
     """
 
-    def __init__(self, target: Any, layer_ids: Sequence[int], mask: Tensor, last_positions: Tensor | None = None):
+    def __init__(
+        self,
+        target: Any,
+        layer_ids: Sequence[int],
+        padding: Sequence[int],
+        last_positions: Sequence[int],
+        device: torch.device,
+    ):
         from transformers import DynamicCache
 
         kinds = set(getattr(target.config.get_text_config(), "layer_types", None) or [])
         if kinds - {"full_attention", "sliding_attention"}:
             refuse_state(target, sorted(kinds))
-        self.target, self.layer_ids, self.mask = target, tuple(layer_ids), mask
-        self.last_positions = last_positions
+        self.target, self.layer_ids, self.device, self.width = target, tuple(layer_ids), device, 0
         self.cache = DynamicCache()
+        self._set_rows(list(padding), list(last_positions))
         accepted = inspect.signature(target.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.2x
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-        self._taps: dict[int, Tensor] = {}
 
-    def __enter__(self) -> TargetRunner:
-        layers = decoder_layers(self.target)
-        if self.layer_ids and max(self.layer_ids) >= len(layers):
-            raise ConfigError(
-                f"target_layer_ids={list(self.layer_ids)}: the target has only {len(layers)} layers. The drafter was "
-                "trained for another target."
-            )
-        self._hooks = [layers[i].register_forward_hook(self._keep(i)) for i in set(self.layer_ids)]
-        return self
+    def _set_rows(self, padding: list[int], last_positions: list[int]) -> None:
+        self.padding, self.last_positions = padding, last_positions
+        self._rows = torch.tensor([padding, last_positions], device=self.device)[..., None]
 
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _keep(self, layer: int) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            self._taps[layer] = hidden.to(self.mask.device)  # a target may be spread over devices
-
-        return hook
-
-    def run(self, tokens: Tensor, mask: Tensor, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
+    def run(self, tokens: Tensor, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
         """One forward pass over new tokens.
 
         Args:
-            tokens, mask: ``[R, n]``; rows of mask that are False are padding.
+            tokens: int64 ``[R, n]``.
             last_only: logits of the last row only.
 
         Returns:
             logits ``[R, n or 1, V]`` and taps ``[R, n, T*H]`` (None without layers).
         """
-        full = torch.cat((self.mask[:, : self.cache.get_seq_length()], mask), 1)
-        positions = full.cumsum(1).sub(1).clamp_min(0)[:, -tokens.shape[1] :]
-        if self.last_positions is not None:
-            positions = positions.minimum(self.last_positions[:, None])
+        width, n = self.width + tokens.shape[1], tokens.shape[1]
+        slots, (padding, last) = torch.arange(width, device=self.device), self._rows
+        positions = (slots[-n:] - padding).clamp_min(0).minimum(last)
         more = {self._cache_argument: self.cache, **(self._last_only if last_only else {})}
-        out = self.target(
-            input_ids=tokens, attention_mask=full.to(torch.int64), position_ids=positions, use_cache=True, **more
-        )
-        self._check_cache(full.shape[1])
-        self.mask = full
-        taps = torch.cat([self._taps[i] for i in self.layer_ids], -1) if self.layer_ids else None
-        self._taps.clear()
-        return out.logits.to(self.mask.device), taps
+        mask = (slots >= padding).to(torch.int64)
+        with tapped(self.target, self.layer_ids) as taps:
+            out = self.target(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, **more)
+        self.width = width
+        self._check_cache()
+        joined = [taps[i].to(self.device) for i in self.layer_ids]
+        return out.logits.to(self.device), torch.cat(joined, -1) if joined else None
 
-    def _check_cache(self, length: int) -> None:
+    def _check_cache(self) -> None:
         """Rejected drafts must leave the cache: that takes plain keys and values for every layer."""
         kinds = {type(layer).__name__ for layer in self.cache.layers}
-        if kinds != {"DynamicLayer"} or self.cache.get_seq_length() != length:
+        if kinds != {"DynamicLayer"} or self.cache.get_seq_length() != self.width:
             refuse_state(self.target, sorted(kinds))
 
-    def keep(self, rows: Tensor, lengths: Tensor) -> None:
-        """Drop finished requests and each remaining one's rejected rows.
+    def keep(self, rows: Sequence[int], drop: Sequence[int]) -> None:
+        """Drop finished requests and each remaining one's rejected tokens.
 
         Args:
-            rows: int64 ``[R']``, requests to keep, ascending.
-            lengths: int64 ``[R']``, how many of the newest cached rows to drop for each.
+            rows: requests to keep, ascending.
+            drop: for each of them, how many of its newest tokens to drop.
         """
-        if self.last_positions is not None:
-            self.last_positions = self.last_positions[rows]
-        width = self.mask.shape[1]
-        real = self.mask[rows].sum(1) - lengths
-        new_width = int(real.max())
-        everyone = len(rows) == self.mask.shape[0]
-        if everyone and bool((lengths == lengths[0]).all()):
-            if drop := int(lengths[0]):
-                self.cache.crop(-drop)  # negative: how many to remove, in every release
-            self.mask = self.mask[:, : width - drop]
+        if len(rows) == len(self.padding) and len(set(drop)) == 1:
+            if drop[0]:
+                self.cache.crop(-drop[0])  # negative: how many to remove, in every release
+            self.width -= drop[0]
             return
-        # Right-align again: slot j of the new cache holds what is (new_width - j) rows before the request's end.
-        source = torch.arange(width - new_width, width, device=rows.device)[None] - lengths[:, None]
-        kept = source.clamp_min(0)
+        real = [self.width - self.padding[r] - d for r, d in zip(rows, drop, strict=True)]
+        width = max(real)
+        # Right-align again: slot j of the new cache holds what is (width - j) tokens before the request's end.
+        chosen, dropped = torch.tensor([list(rows), list(drop)], device=self.device)
+        source = torch.arange(self.width - width, self.width, device=self.device) - dropped[:, None]
         for layer in self.cache.layers:
-            layer.keys = _gather_rows(layer.keys, rows, kept)
-            layer.values = _gather_rows(layer.values, rows, kept)
-        self.mask = self.mask[rows].gather(1, kept) & (source >= 0)
+            layer.keys = _gather_rows(layer.keys, chosen, source)
+            layer.values = _gather_rows(layer.values, chosen, source)
+        self.width = width
+        self._set_rows([width - n for n in real], [self.last_positions[r] for r in rows])
 
 
 def _gather_rows(cached: Tensor, rows: Tensor, source: Tensor) -> Tensor:
-    """``cached [R, heads, S, hd]`` -> ``[R', heads, S', hd]``."""
+    """``cached [R, heads, S, hd]`` -> ``[R', heads, S', hd]``; sources below 0 are padding and may hold anything."""
+    rows, source = rows.to(cached.device), source.to(cached.device).clamp_min(0)
     index = source[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3])
     return cached[rows].gather(2, index)
