@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,27 +45,28 @@ def append_on_host(
         for chain, ids, n in zip(chains, tokens, valid, strict=True):
             if chain is not None and ids is not None:
                 chain.extend(ids[:n])
-        parts = [part[:n] for part, n in zip(taps.split(counts), valid, strict=True)]
-        positions = torch.cat([torch.arange(a, b) for a, b in ranges]).to(kv.device)
-        if any(chains):
-            new = [
-                _project_and_publish(network, kv, q, *args)
-                for q, *args in zip(seqs, parts, starts, ranges, chains, strict=True)
-            ]
-            keys, values = (torch.cat(rows, 1) for rows in zip(*new, strict=True))
-        else:
-            kept = [part[a - s :] for part, s, (a, _) in zip(parts, starts, ranges, strict=True)]
-            keys, values = _project(network, torch.cat(kept), positions)
+        # With a chain every row is projected, so that it can be published; else those that a query can still see.
+        firsts = [s if c is not None else a for s, c, (a, _) in zip(starts, chains, ranges, strict=True)]
+        rows = [
+            part[first - start : n]
+            for part, first, start, n in zip(taps.split(counts), firsts, starts, valid, strict=True)
+        ]
+        new = [
+            _keep_and_publish(kv, *args)
+            for args in zip(seqs, _project(network, kv, rows, firsts), firsts, ranges, chains, strict=True)
+        ]
+        keys, values = (torch.cat(parts, 1) for parts in zip(*new, strict=True))
     except BaseException:
         kv.disown(seqs)
         for chain, start in zip(chains, starts, strict=True):
             if chain is not None:
                 chain.truncate(start)
         raise
-    repeats = torch.tensor([b - a for a, b in ranges], device=kv.device)
-    kv.write(kv.slots(seqs).repeat_interleave(repeats), positions, keys, values)
-    for seq, (first, end), chain in zip(seqs, ranges, chains, strict=True):
-        kv.advance(seq, first, end, chain)
+    slots = kv.slots(seqs)
+    owner = torch.arange(len(seqs)).repeat_interleave(torch.tensor([b - a for a, b in ranges]))
+    positions = torch.cat([torch.arange(a, b) for a, b in ranges])
+    kv.write(slots[owner.to(kv.device)], positions.to(kv.device), keys, values)
+    kv.advance(seqs, slots, ranges, chains)
 
 
 def append_on_device(
@@ -108,34 +109,51 @@ def _split_tokens(token_ids: Sequence[int] | Tensor | None, counts: list[int]) -
     return [flat[end - n : end] for end, n in zip(ends, counts, strict=True)]
 
 
-def _project(network: DraftNetwork, taps: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    parts = [
-        network.context_rows(taps[i : i + CHUNK_ROWS], positions[i : i + CHUNK_ROWS])
-        for i in range(0, max(len(positions), 1), CHUNK_ROWS)
-    ]
-    keys, values = zip(*parts, strict=True)
-    return torch.cat(keys, 1), torch.cat(values, 1)
+def _project(
+    network: DraftNetwork, kv: WindowKV, rows: list[Tensor], firsts: list[int]
+) -> Iterable[Iterable[tuple[Tensor, Tensor]]]:
+    """Keys and values of each sequence's rows, in chunks: one product for all of them while they are few."""
+    counts = [len(r) for r in rows]
+    if sum(counts) <= CHUNK_ROWS:
+        positions = torch.cat([torch.arange(a, a + n) for a, n in zip(firsts, counts, strict=True)])
+        keys, values = network.context_rows(torch.cat(rows), positions.to(kv.device))
+        return ([pair] for pair in zip(keys.split(counts, 1), values.split(counts, 1), strict=True))
+    return (_chunks(network, kv, r, first) for r, first in zip(rows, firsts, strict=True))
 
 
-def _project_and_publish(
-    network: DraftNetwork,
+def _chunks(network: DraftNetwork, kv: WindowKV, rows: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for at in range(0, max(len(rows), 1), CHUNK_ROWS):
+        part = rows[at : at + CHUNK_ROWS]
+        yield network.context_rows(part, torch.arange(first + at, first + at + len(part), device=kv.device))
+
+
+def _keep_and_publish(
     kv: WindowKV,
     seq: int,
-    taps: Tensor,
+    chunks: Iterable[tuple[Tensor, Tensor]],
     start: int,
     kept: tuple[int, int],
     chain: TokenChain | None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows ``kept`` of one sequence, after publishing every page that is now whole. Projects all rows, in chunks."""
+    """The rows ``kept`` of one sequence, after publishing every page that is now whole.
+
+    Args:
+        kv: where earlier rows of the first page are read back from.
+        seq: the sequence.
+        chunks: keys and values ``[L, n, nkv, hd]`` of its rows from ``start`` to the end of ``kept``.
+        start: position of the first row.
+        kept: positions worth storing.
+        chain: tokens up to the end of ``kept``; None publishes nothing.
+    """
     store, page_size, (first, end) = kv.store, kv.page_size, kept
     if chain is None or store is None:
-        return _project(network, taps[first - start :], torch.arange(first, end, device=kv.device))
-    begin, keys, values = kv.read_back(seq, start - start % page_size, start)
+        keys, values = (torch.cat(parts, 1) for parts in zip(*chunks, strict=True))
+        return keys, values
+    page_ends = end // page_size > start // page_size
+    begin, keys, values = kv.read_back(seq, start - start % page_size if page_ends else start, start)
     published = -(-begin // page_size)
-    for at in range(start, end, CHUNK_ROWS):
-        positions = torch.arange(at, min(at + CHUNK_ROWS, end), device=kv.device)
-        new = network.context_rows(taps[at - start : at - start + CHUNK_ROWS], positions)
-        keys, values = torch.cat((keys, new[0]), 1), torch.cat((values, new[1]), 1)
+    for new_keys, new_values in chunks:
+        keys, values = torch.cat((keys, new_keys), 1), torch.cat((values, new_values), 1)
         whole = (begin + keys.shape[1]) // page_size
         for page in range(published, whole):
             rows = slice(page * page_size - begin, (page + 1) * page_size - begin)

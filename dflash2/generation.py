@@ -271,7 +271,9 @@ def _check_sampling(temperature: float, top_p: float, top_k: int, k: int, most: 
 
 def _check_pair(target: Any, drafter: DFlash2Drafter) -> None:
     if problems := misfits(drafter.config, target.config):
-        raise ConfigError(f"the drafter was trained for another target than this one: {'; '.join(problems)}.")
+        raise ConfigError(
+            f"the drafter was trained for another target: {'; '.join(problems)}. Use one made for this target."
+        )
     if not drafter.is_bound:
         head = target.get_output_embeddings()
         if head is None:

@@ -323,13 +323,16 @@ class WindowKV(PagePool):
         rows = self.rows(self._slots(s, end - first), positions)
         return first, self.keys[:, rows], self.values[:, rows]
 
-    def advance(self, seq: int, first: int, end: int, chain: TokenChain | None) -> None:
-        """Account for rows ``[first, end)`` just written, and for the tokens up to there if they are known."""
-        s = self._get(seq)
-        if end > first:
-            s.spans = merge([*cut(s.spans, end - self.ring, end), (first, end)])
-        s.next, s.chain = end, chain
-        self.next[s.slot] = end
+    def advance(
+        self, seqs: Sequence[int], slots: Tensor, ranges: Sequence[tuple[int, int]], chains: Sequence[TokenChain | None]
+    ) -> None:
+        """Account for rows ``[first, end)`` just written, and for the tokens up to there where they are known."""
+        for seq, (first, end), chain in zip(seqs, ranges, chains, strict=True):
+            s = self._get(seq)
+            if end > first:
+                s.spans = merge([*cut(s.spans, end - self.ring, end), (first, end)])
+            s.next, s.chain = end, chain
+        self.next[slots] = torch.tensor([end for _, end in ranges], device=self.device)
 
     def advance_on_device(self, seqs: Sequence[int], slots: Tensor, nexts: Tensor, fits: Tensor) -> None:
         """The same with positions that only the device knows: ``nexts``, ``fits`` are ``[R]``."""
