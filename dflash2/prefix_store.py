@@ -68,6 +68,11 @@ class PrefixStore:
         layers, heads, head_dim = row_shape
         page_bytes = 2 * layers * page_size * heads * head_dim * dtype.itemsize
         self.page_size, self.num_pages = page_size, budget_bytes // page_bytes
+        if self.num_pages < 1:
+            raise CapacityError(
+                f"prefix_store_bytes={budget_bytes:,} holds no page of {page_bytes:,} bytes. Raise it, or set 0 for no "
+                "store."
+            )
         shape = (layers, self.num_pages, page_size, heads, head_dim)
         try:
             self.keys = torch.empty(shape, device=device, dtype=dtype)
@@ -97,8 +102,6 @@ class PrefixStore:
         digest = chain.digests[page]
         if digest in self._pages:
             self._pages.move_to_end(digest)
-            return
-        if not self.num_pages:
             return
         index = self._free.pop() if self._free else self._evict()
         self.keys[:, index], self.values[:, index] = keys, values

@@ -7,8 +7,6 @@ from torch import Tensor
 
 __all__ = ["top_candidates"]
 
-_ID_MASK = 0xFFFFFFFF
-
 
 def top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Highest values first, lower id first among equals.
@@ -21,14 +19,12 @@ def top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ids int64 ``[..., C]`` and values fp32 ``[..., C]``.
     """
     values = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    if count == 1:  # argmax returns the first of equals on no documented terms, so ask for it
-        best = values.amax(-1, keepdim=True)
-        ids = (values == best).to(torch.uint8).argmax(-1, keepdim=True)
-        return ids, best
-    # One sortable integer per entry: the float's bits in order of value above, the complement of its id below.
-    bits = (values + 0.0).view(torch.int32).to(torch.int64)
-    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ids = torch.arange(values.shape[-1], device=values.device)
-    keys = (bits << 32) | (_ID_MASK - ids)
-    best_ids = _ID_MASK - (keys.topk(count, dim=-1).values & _ID_MASK)
-    return best_ids, values.gather(-1, best_ids)
+    cut = values.topk(count, dim=-1).values[..., -1:]
+    # Which of several equals `topk` takes is not documented. What lies above the cut is in; of what equals it, the
+    # lowest ids fill up. Ranks are distinct where that matters.
+    size = values.shape[-1]
+    rank = torch.arange(size, 0, -1, device=values.device, dtype=torch.int32).where(values == cut, 0)
+    rank = rank.masked_fill(values > cut, size + 1)
+    ids = rank.topk(count, dim=-1).indices.sort(dim=-1).values
+    best, order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return ids.gather(-1, order), best
