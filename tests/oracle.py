@@ -84,11 +84,10 @@ class Draft:
 class Oracle:
     """One request at a time. ``embed [V', H]``, ``head [V', H]``: the target's tables."""
 
-    def __init__(self, drafter, embed: Tensor, head: Tensor, head_bias: Tensor | None = None):
+    def __init__(self, drafter, embed: Tensor, head: Tensor):
         self.config = drafter.config
         self.weights = {name: t.detach().double().cpu() for name, t in drafter.state_dict().items()}
         self.embed, self.head = embed.detach().double().cpu(), head.detach().double().cpu()
-        self.head_bias = head_bias
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         y = x @ self.weights[f"{name}.weight"].T
@@ -168,8 +167,6 @@ class Oracle:
         rows = []
         for i in range(1, k + 1):
             logits = self.head[: c.vocab_size] @ z[i]
-            if self.head_bias is not None:
-                logits = logits + self.head_bias[: c.vocab_size]
             logits = logits * c.output_multiplier
             if c.final_logit_softcapping:
                 logits = c.final_logit_softcapping * torch.tanh(logits / c.final_logit_softcapping)

@@ -50,14 +50,13 @@ def tiny_config(**changes) -> DFlash2Config:
 
 
 @st.composite
-def configs(draw, windows=None, all_sliding: bool = False) -> DFlash2Config:
+def configs(draw) -> DFlash2Config:
     """Every mix that changes what a query sees or what a candidate scores."""
     layers = draw(st.integers(1, 3))
-    kinds = [SLIDING] if all_sliding else [SLIDING, FULL]
     block = draw(st.integers(2, 8))
     pick = {
         "hidden_size": [16, 24],
-        "sliding_window": windows or [1, 2, 3, 4, 5, 8, 13, 64],
+        "sliding_window": [1, 2, 3, 4, 5, 8, 13, 64],
         "is_causal": [None, True, False],
         "conv_kernel_size": list(range(1, min(3, block) + 1)),
         "conv_group_size": [1, 4, 8],
@@ -71,7 +70,7 @@ def configs(draw, windows=None, all_sliding: bool = False) -> DFlash2Config:
         "target_layer_ids": [(1,), (0, 2), (0, 1, 3)],
     }
     changes = {name: draw(st.sampled_from(values)) for name, values in pick.items()}
-    kinds = tuple(draw(st.sampled_from(kinds)) for _ in range(layers))
+    kinds = tuple(draw(st.sampled_from([SLIDING, FULL])) for _ in range(layers))
     return tiny_config(block_size=block, layer_types=kinds, **changes)
 
 
