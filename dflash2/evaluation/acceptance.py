@@ -24,6 +24,7 @@ from tqdm import tqdm
 import dflash2
 from dflash2.errors import ConfigError
 from dflash2.prompts import prompt_ids, read_prompts
+from dflash2.provenance import provenance
 
 __all__ = ["Measurement", "main", "measure", "summarise"]
 
@@ -203,7 +204,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             "turns": "first only",
             "template_sha256": _template(tokenizer),
         },
-        "provenance": _provenance(args, drafter.device),
+        "provenance": {
+            "target": Path(args.target).name,
+            "drafter": Path(args.drafter).name,
+            **provenance(drafter.device),
+        },
     }
     args.out.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -212,20 +217,6 @@ def _template(tokenizer: Any) -> str | None:
     """Acceptance under another chat template is another number, so the report says which it was."""
     template = getattr(tokenizer, "chat_template", None)
     return None if not template else hashlib.sha256(str(template).encode()).hexdigest()
-
-
-def _provenance(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
-    import transformers
-
-    return {
-        "target": Path(args.target).name,
-        "drafter": Path(args.drafter).name,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "dflash2": dflash2.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
