@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dflash2.loading import load_target
 from dflash2.prompts import prompt_ids, read_prompts
+from dflash2.provenance import provenance
 from dflash2.training.decode import LlamaDecoder
 
 __all__ = ["Request", "Answer", "answer", "main", "requests", "write_shard"]
@@ -95,8 +97,8 @@ def answer(decoder: LlamaDecoder, todo: Sequence[Request], *, deadline: float = 
                 yield Answer(running.pop(slot), text[:count])
 
 
-def write_shard(path: Path, answers: Sequence[Answer], provenance: dict[str, Any]) -> None:
-    """An ``.npz`` token shard (`dflash2.training.data`) and its provenance beside it; both appear whole."""
+def write_shard(path: Path, answers: Sequence[Answer], origin: dict[str, Any]) -> None:
+    """An ``.npz`` token shard (`dflash2.training.data`) and where it comes from beside it; both appear whole."""
     whole = [a.request.prompt + a.tokens for a in answers]
     tokens = np.concatenate([np.array(w) for w in whole])
     arrays: dict[str, Any] = {
@@ -107,7 +109,7 @@ def write_shard(path: Path, answers: Sequence[Answer], provenance: dict[str, Any
     }
     temporary = path.with_suffix(".part.npz")
     np.savez_compressed(temporary, **arrays)
-    path.with_suffix(".json").write_text(json.dumps(provenance, indent=2) + "\n")
+    path.with_suffix(".json").write_text(json.dumps(origin, indent=2) + "\n")
     os.replace(temporary, path)
 
 
@@ -116,9 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     # cuDNN's attention is planned anew for every shape, and here shapes change all the time.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
+    model, tokenizer = load_target(args.target, torch.device(args.device), dtype)
     todo = requests(
         tokenizer,
         read_prompts(args.prompts),
@@ -126,8 +127,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         max_prompt=args.max_prompt,
         seed=args.seed,
     )
-    dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval()
     eos = model.generation_config.eos_token_id
     decoder = LlamaDecoder(
         model,
@@ -159,7 +158,7 @@ def _shard(
         finished.append(done)
         written += len(done.tokens)
     seconds = time.monotonic() - started
-    provenance = {
+    origin = {
         "target": str(args.target),
         "prompts": {p: hashlib.sha256(Path(p).read_bytes()).hexdigest() for p in args.prompts},
         "seed": args.seed,
@@ -170,11 +169,10 @@ def _shard(
         "complete": len(finished) == len(part),
         "answer_tokens": written,
         "tokens_per_second": round(written / seconds),
-        "device": torch.cuda.get_device_name() if decoder.done.is_cuda else "cpu",
-        "torch": torch.__version__,
+        **provenance(decoder.done.device),
     }
     if finished:
-        write_shard(path, finished, provenance)
+        write_shard(path, finished, origin)
     print(f"{path}: {len(finished)} documents, {written} answer tokens, {written / seconds:.0f} tok/s", flush=True)
 
 
@@ -185,7 +183,7 @@ def _shares(text: str) -> dict[float, float]:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Let the target answer chat prompts, and keep the tokens.")
-    parser.add_argument("--target", required=True, help="Transformers folder of the target, tokenizer included")
+    parser.add_argument("--target", required=True, help="folder, hub id or name of the target")
     parser.add_argument("--prompts", required=True, nargs="+", help="JSONL files, gzipped or not")
     parser.add_argument("--out", required=True, type=Path, help="folder for the shards; finished ones are kept")
     parser.add_argument("--name", default="synth", help="first part of the shards' names")

@@ -27,3 +27,19 @@ def toy_llama():
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def toy_target_folder(toy_llama, tmp_path_factory):
+    """The random Llama as a Transformers folder; its tokenizer knows the words w3 to w60."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("toy-llama")
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, 61))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    toy_llama.save_pretrained(folder)
+    return folder

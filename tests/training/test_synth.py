@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from dflash2.errors import ConfigError
 from dflash2.training.data import load_shards
 from dflash2.training.decode import LlamaDecoder
-from dflash2.training.synth import Answer, Request, answer, read_prompts, write_shard
+from dflash2.training.synth import Answer, Request, answer, main, read_prompts, write_shard
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -72,6 +74,20 @@ def test_shards_read_back(tmp_path):
     assert docs.plens.tolist() == [3, 1]
     assert docs.temps.tolist() == pytest.approx([0, 0.7], abs=1e-3)
     assert not list(tmp_path.glob("*part*"))
+
+
+def test_a_named_target_answers_prompts(toy_target_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("DFLASH2_EMBEDDED_TARGET", str(toy_target_folder))
+    file, out = tmp_path / "p.jsonl", tmp_path / "out"
+    file.write_text("".join(json.dumps({"turns": [f"w{i} w7"]}) + "\n" for i in range(3, 8)))
+    sizes = ["--rows", "2", "--max-prompt", "8", "--max-new-tokens", "5", "--device", "cpu"]
+    main(["--target", "smollm2-135m", "--prompts", str(file), "--out", str(out), *sizes])
+    docs = load_shards([str(out / "*.npz")])
+    assert sorted(docs.document(i)[:2].tolist() for i in range(len(docs))) == [[i, 7] for i in range(3, 8)]
+    made = json.loads((out / "synth0000.json").read_text())
+    assert made["target"] == "smollm2-135m"
+    assert made["documents"] == 5
+    assert {"commit", "device", "torch", "transformers", "dflash2", "date"} <= set(made)
 
 
 def test_other_architectures_are_refused(toy_llama):
