@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 __all__ = ["CandidateSelector"]
 
@@ -41,5 +42,24 @@ class CandidateSelector(nn.Module):
         Returns:
             fp32 ``[..., P, C]``.
         """
-        before = self.predecessor_codebook[predecessors].float() * gate.float().unsqueeze(-2)
-        return before @ self.successor_codebook[candidates].float().transpose(-1, -2)
+        # `embedding`: the gradient of plain indexing adds up a token's rows one after the other, and in training common
+        # tokens are candidates of most rows.
+        before = F.embedding(predecessors, self.predecessor_codebook).float() * gate.float().unsqueeze(-2)
+        return before @ F.embedding(candidates, self.successor_codebook).float().transpose(-1, -2)
+
+    def path_scores(self, hidden: Tensor, anchors: Tensor, candidates: Tensor, unary: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of all paths through the candidates of k rows, as `selector_walk` reads them.
+
+        Args:
+            hidden: ``[R, k, H]``, post-norm hidden states; k >= 1.
+            anchors: int64 ``[R]``, the token before the first row.
+            candidates: int64 ``[R, k, C]``.
+            unary: fp32 ``[R, k, C]``, their shaped logits.
+
+        Returns:
+            fp32 ``[R, C]`` of row 1 given the anchor, and ``[R, k-1, C, C]`` of row i+1 (last axis) given row i.
+        """
+        gate = self.hidden_projection(hidden)
+        first = unary[:, 0] + self.pair_scores(gate[:, 0], anchors[:, None], candidates[:, 0])[:, 0]
+        edges = unary[:, 1:, None] + self.pair_scores(gate[:, 1:], candidates[:, :-1], candidates[:, 1:])
+        return first, edges

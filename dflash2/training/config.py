@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dflash2.config import SLIDING, DFlash2Config
+from dflash2.config import SLIDING, DFlash2Config, default_target_layer_ids
 from dflash2.errors import ConfigError
 
-__all__ = ["TrainConfig", "drafter_config", "load_config"]
+__all__ = ["TrainConfig", "drafter_config", "help_text", "load_config"]
+
+PROVENANCE = "provenance"
 
 
 @dataclass(kw_only=True)
@@ -19,7 +24,7 @@ class TrainConfig:
     """Settings of a run.
 
     Attributes:
-        target: folder or hub id of the frozen target.
+        target: name, folder or hub id of the frozen target.
         shards: token shards (``.npz``), paths or glob patterns.
         out: folder for weights, config.json, metrics.jsonl and the resume state.
         drafter: fields of `DFlash2Config` that differ from what `drafter_config` derives from the target.
@@ -39,7 +44,7 @@ class TrainConfig:
         clip: bound on the gradients' norm.
         ema: decay of the average that is saved and evaluated; 0 saves the weights themselves.
         init_layers: start the layers from the target's last ones.
-        init_from: folder of a drafter of the same shape to start from instead; empty for none.
+        init_from: folder, name or hub id of a drafter of the same configuration to start from instead; empty for none.
         max_steps: end of the run, and of the schedule; 0 for none.
         max_seconds: the same by the clock, training time only (resumed runs count on); 0 for none. With both, whichever
             is further along sets the schedule.
@@ -108,7 +113,7 @@ class TrainConfig:
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
-    """A JSON or YAML file, then ``key=value`` settings; values are JSON or bare words.
+    """A JSON or YAML file (the ``train.json`` of a run, too), then ``key=value``; values are JSON or bare words.
 
     Raises:
         ConfigError: an unknown or missing key, or a value out of its range.
@@ -131,6 +136,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
             raw.setdefault(outer, {})[inner] = _value(value)
         else:
             raw[key] = _value(value)
+    raw.pop(PROVENANCE, None)  # of a train.json: how that run was made, not how this one is to be
     known = {f.name for f in fields(TrainConfig)}
     if unknown := sorted(set(raw) - known):
         raise ConfigError(f"unknown training settings {unknown}. Known: {sorted(known)}.")
@@ -148,9 +154,21 @@ def _value(text: str) -> Any:
         return text
 
 
-def to_json(config: TrainConfig) -> str:
-    """All settings as the text of a ``train.json``, which `load_config` reads back."""
-    return json.dumps(asdict(config), indent=2) + "\n"
+def to_json(config: TrainConfig, provenance: dict[str, Any]) -> str:
+    """All settings, and what the run was made with, as the text of a ``train.json``, which `load_config` reads back."""
+    return json.dumps({**asdict(config), PROVENANCE: provenance}, indent=2) + "\n"
+
+
+def help_text() -> str:
+    """Every setting with its default and what the docstring of `TrainConfig` says of it."""
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(TrainConfig.__doc__ or ""), re.MULTILINE)
+    meaning = {name: " ".join(text.replace("``", "").replace("`", "").split()) for name, text in entries}
+    lines = []
+    for f in fields(TrainConfig):
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        shown = "required" if default is MISSING else json.dumps(default)
+        lines += textwrap.wrap(f"{f.name} ({shown}): {meaning.get(f.name, '')}", 110, subsequent_indent="    ")
+    return "\n".join(lines)
 
 
 def drafter_config(target: Any, overrides: dict[str, Any]) -> DFlash2Config:
@@ -172,7 +190,7 @@ def drafter_config(target: Any, overrides: dict[str, Any]) -> DFlash2Config:
         "head_dim": getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
         "vocab_size": target.vocab_size,
         "num_target_layers": n,
-        "target_layer_ids": tuple(round(1 + i * (n - 4) / 4) for i in range(5)),
+        "target_layer_ids": default_target_layer_ids(n, 5),
         "rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
         "rms_norm_eps": float(f"{target.rms_norm_eps:.6g}"),  # GGUF files bring 1e-5 as an fp32
         "max_position_embeddings": target.max_position_embeddings,

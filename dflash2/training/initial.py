@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import ConfigError
-from dflash2.model import DraftNetwork
 from dflash2.training.target import FrozenTarget
 
 __all__ = ["initialise"]
@@ -20,7 +19,7 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 @torch.no_grad()
 def initialise(
-    network: DraftNetwork, target: FrozenTarget, *, layers: bool, sample: tuple[Tensor, Tensor, Tensor]
+    drafter: DFlash2Drafter, target: FrozenTarget, *, layers: bool, sample: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Start the drafter from the target.
 
@@ -29,7 +28,7 @@ def initialise(
     then the context is near what those layers saw. Convolutions stay the identity and the selector neutral.
 
     Args:
-        network: the drafter, fp32 or working dtype.
+        drafter: fp32 or working dtype.
         target: the target.
         layers: copy layers too; they must have the drafter's shapes and no biases.
         sample: tokens, positions, document ``[R, S]`` to measure the size of the target's queries and keys on.
@@ -37,15 +36,14 @@ def initialise(
     Raises:
         ConfigError: shapes differ.
     """
-    network.norm.weight.copy_(_weight(target.decoder, "norm"))
+    drafter.norm.weight.copy_(_weight(target.decoder, "norm"))
     if not layers:
         return
-    count = len(network.layers)
-    sources = list(target.layers)[-count:]
+    sources = list(target.layers)[-len(drafter.layers) :]
     scales = _query_key_scales(target, sources, sample)
-    for mine, theirs, (query, key) in zip(network.draft_layers, sources, scales, strict=True):
+    for mine, theirs, (query, key) in zip(drafter.draft_layers, sources, scales, strict=True):
         # Context rows skip input_layernorm, so its weight goes into the projections and both inputs look alike.
-        gain = _weight(theirs, "input_layernorm")
+        gain = _weight(theirs, "input_layernorm").float()
         for name in LINEARS[:3]:
             _copy(mine, theirs, name, gain)
         for name in (LINEARS[3], *MLP):
@@ -53,31 +51,26 @@ def initialise(
         mine.post_attention_layernorm.weight.copy_(_weight(theirs, "post_attention_layernorm"))
         mine.self_attn.q_norm.weight.fill_(query)
         mine.self_attn.k_norm.weight.fill_(key)
-    hidden = network.config.hidden_size
-    network.fc.weight.normal_(std=0.2 / hidden**0.5)
-    network.fc.weight[:, -hidden:] += torch.eye(hidden, device=network.fc.weight.device)
+    hidden = drafter.config.hidden_size
+    drafter.fc.weight.normal_(std=0.2 / hidden**0.5)
+    drafter.fc.weight[:, -hidden:] += torch.eye(hidden, device=drafter.device)
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:
     found = module.get_submodule(name).weight
     if not isinstance(found, Tensor):
         raise ConfigError(f"init_layers: the target's {name} has no weight. Set init_layers to false.")
-    return found.float()
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor:
-    found: Any = module.get_submodule(name).weight
     return found
 
 
 def _copy(mine: nn.Module, theirs: nn.Module, name: str, gain: Tensor | None) -> None:
-    source, place = _weight(theirs, name), _parameter(mine, name)
+    source, place = _weight(theirs, name), _weight(mine, name)
     if source.shape != place.shape or getattr(theirs.get_submodule(name), "bias", None) is not None:
         raise ConfigError(
             f"init_layers: the target's {name} is {list(source.shape)} and the drafter's {list(place.shape)}, without "
             "bias. Give the drafter the target's shape, or set init_layers to false."
         )
-    place.copy_(source if gain is None else source * gain)
+    place.copy_(source if gain is None else source.float() * gain)
 
 
 def _query_key_scales(

@@ -9,70 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash2.config import DFlash2Config
-from dflash2.model import DraftNetwork
-from dflash2.selector import CandidateSelector
+from dflash2.drafter import DFlash2Drafter
 from dflash2.training.anchors import Blocks
 from dflash2.training.attention import TiledAttention
 
-__all__ = ["BlockLoss", "BlockTargets", "HeadSettings", "block_loss", "block_targets", "draft_states", "head_loss"]
-
-
-@dataclass(frozen=True)
-class HeadSettings:
-    """How logits and the base loss are made.
-
-    Attributes:
-        multiplier, softcap: as in `DFlash2Config`, applied in this order.
-        hard_weight: share of the cross-entropy against the gold token; the rest is cross-entropy against the target's
-            distribution. Its gradient is that of the KL divergence, and a distribution says more per row than a sample.
-        candidates: C; 0 without a selector.
-        chunk: rows of logits in memory at a time.
-    """
-
-    multiplier: float
-    softcap: float | None
-    hard_weight: float
-    candidates: int
-    chunk: int
-
-    @classmethod
-    def of(cls, config: DFlash2Config, *, hard_weight: float, chunk: int) -> HeadSettings:
-        """The settings for a drafter."""
-        cap = config.final_logit_softcapping
-        return cls(config.output_multiplier, cap, hard_weight, config.selector_top_k, chunk)
-
-
-def scaled_logits(raw: Tensor, multiplier: float, softcap: float | None) -> Tensor:
-    """Head output to logits in fp32: multiplier, then ``c * tanh(x / c)``."""
-    logits = raw.float() * multiplier
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _chunk(
-    z: Tensor, head: Tensor, teacher: Tensor, token: Tensor, use_argmax: bool, s: HeadSettings
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, its gradient by z, gold token and the drafter's best ids of some rows.
-
-    The vocabulary-wide tensors are what this costs, so they are read and written as seldom as torch allows: two in
-    fp32, turned into the gradient in place.
-    """
-    raw, target = z @ head.T, teacher @ head.T
-    # Multiplier and softcap are monotonic: the best of the raw output are the best.
-    best = raw.topk(max(s.candidates, 1), dim=-1).indices
-    gold = (target.argmax(-1) if use_argmax else token).unsqueeze(-1)
-    plain = s.multiplier == 1 and s.softcap is None
-    logits = raw if plain else scaled_logits(raw, s.multiplier, s.softcap)
-    log_q = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    p = torch.softmax(target, dim=-1, dtype=torch.float32)
-    soft = (p * log_q).sum(-1)
-    loss = -s.hard_weight * log_q.gather(-1, gold).flatten() - (1 - s.hard_weight) * soft
-    slope = log_q.exp_().sub_(p, alpha=1 - s.hard_weight)
-    slope.scatter_add_(-1, gold, slope.new_full(gold.shape, -s.hard_weight))
-    if s.softcap is not None:
-        slope *= 1 - (logits / s.softcap).square()
-    grad = (slope.to(head.dtype) @ head) * s.multiplier
-    return loss, grad, gold.flatten(), best
+__all__ = ["BlockLoss", "BlockTargets", "block_loss", "block_targets", "draft_states", "head_loss"]
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -85,52 +26,87 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        drafter: DFlash2Drafter,
         z: Tensor,
         head: Tensor,
         teacher: Tensor,
-        token: Tensor,
+        token: Tensor | None,
         weight: Tensor,
-        use_argmax: bool,
-        settings: HeadSettings,
+        hard_weight: float,
+        chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        losses, grads, golds, ids = [], [], [], []
-        for at in range(0, len(z), settings.chunk):
-            part = slice(at, at + settings.chunk)
-            loss, grad, gold, best = _chunk(z[part], head, teacher[part], token[part], use_argmax, settings)
-            losses.append(loss)
-            grads.append(grad)
-            golds.append(gold)
-            ids.append(best)
+        parts = []
+        for at in range(0, len(z), chunk):
+            part = slice(at, at + chunk)
+            label = None if token is None else token[part]
+            parts.append(_chunk(drafter, z[part], head, teacher[part], label, hard_weight))
+        losses, grads, gold, best = (torch.cat(column) for column in zip(*parts, strict=True))
         scale = weight / weight.sum().clamp_min(1e-6)
-        ctx.save_for_backward(torch.cat(grads) * scale.unsqueeze(-1).to(z.dtype))
-        gold, best = torch.cat(golds), torch.cat(ids)
+        ctx.save_for_backward(grads * scale.unsqueeze(-1).to(z.dtype))
         ctx.mark_non_differentiable(gold, best)
-        return (torch.cat(losses) * scale).sum(), gold, best
+        return (losses * scale).sum(), gold, best
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _gold: Tensor, _best: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
+        return None, grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
+
+
+def _chunk(
+    drafter: DFlash2Drafter, z: Tensor, head: Tensor, teacher: Tensor, token: Tensor | None, hard_weight: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, its gradient by z, gold token and the drafter's best ids of some rows.
+
+    The vocabulary-wide tensors are what this costs, so they are read and written as seldom as torch allows: two in
+    fp32, turned into the gradient in place.
+    """
+    c = drafter.config
+    raw, target = z @ head.T, teacher @ head.T
+    # Multiplier and softcap are monotonic: the best of the raw output are the best.
+    best = raw.topk(max(c.selector_top_k, 1), dim=-1).indices
+    gold = (target.argmax(-1) if token is None else token).unsqueeze(-1)
+    plain = c.output_multiplier == 1 and c.final_logit_softcapping is None
+    logits = raw if plain else drafter.shape_logits(raw)
+    log_q = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    p = torch.softmax(target, dim=-1, dtype=torch.float32)
+    soft = (p * log_q).sum(-1)
+    loss = -hard_weight * log_q.gather(-1, gold).flatten() - (1 - hard_weight) * soft
+    slope = log_q.exp_().sub_(p, alpha=1 - hard_weight)
+    slope.scatter_add_(-1, gold, slope.new_full(gold.shape, -hard_weight))
+    if c.final_logit_softcapping is not None:
+        slope *= 1 - (logits / c.final_logit_softcapping).square()
+    grad = (slope.to(head.dtype) @ head) * c.output_multiplier
+    return loss, grad, gold.flatten(), best
 
 
 def head_loss(
-    z: Tensor, head: Tensor, teacher: Tensor, token: Tensor, weight: Tensor, *, use_argmax: bool, settings: HeadSettings
+    drafter: DFlash2Drafter,
+    z: Tensor,
+    head: Tensor,
+    teacher: Tensor,
+    token: Tensor | None,
+    weight: Tensor,
+    *,
+    hard_weight: float,
+    chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted mean of the base loss over rows.
 
     Args:
+        drafter: what its config does to logits, and how many candidates it keeps.
         z: ``[N, H]`` draft states after the final norm.
         head: ``[V, H]``, frozen.
         teacher: ``[N, H]`` states of the target that predict the same tokens.
-        token: int64 ``[N]``, the document's tokens.
+        token: int64 ``[N]``, gold; None for the target's most likely tokens.
         weight: fp32 ``[N]``; 0 leaves a row out. All zero gives a loss of 0.
-        use_argmax: gold is the target's most likely token rather than the document's.
-        settings: see `HeadSettings`.
+        hard_weight: share of the cross-entropy against gold; the rest is cross-entropy against the target's
+            distribution. Its gradient is that of the KL divergence, and a distribution says more per row than a sample.
+        chunk: rows of logits in memory at a time.
 
     Returns:
         the loss; gold int64 ``[N]``; the drafter's best ids int64 ``[N, max(C, 1)]``, best first, no gradient.
     """
-    return _HeadLoss.apply(z, head, teacher, token, weight, use_argmax, settings)
+    return _HeadLoss.apply(drafter, z, head, teacher, token, weight, hard_weight, chunk)
 
 
 @dataclass(frozen=True)
@@ -165,26 +141,23 @@ def block_targets(blocks: Blocks, states: Tensor, block_size: int, gamma: float)
     return BlockTargets(blocks.tokens[index[:, 1:]], blocks.tokens[index[:, :-1]], states[index[:, :-1]], weight)
 
 
-def draft_states(network: DraftNetwork, embedding: Tensor, blocks: Blocks, taps: Tensor) -> Tensor:
+def draft_states(drafter: DFlash2Drafter, blocks: Blocks, taps: Tensor) -> Tensor:
     """The inference forward for all blocks at once.
 
     Args:
-        network: the drafter.
-        embedding: ``[V, H]`` rows of the target's table.
+        drafter: bound to the target.
         blocks: N blocks over R*S tokens.
         taps: ``[R*S, T*H]``.
 
     Returns:
         ``[N, B, H]``, after the final norm.
     """
-    config = network.config
-    keys, values = network.context_rows(taps, blocks.positions)
-    ids = torch.full((len(blocks.anchors), config.block_size), config.mask_token_id, device=taps.device)
-    ids[:, 0] = blocks.tokens[blocks.anchors]
-    hidden = (embedding[ids] * config.input_embedding_scale).to(keys.dtype)
+    config = drafter.config
+    keys, values = drafter.context_rows(taps, blocks.positions)
+    hidden = drafter.embed(blocks.tokens[blocks.anchors], config.max_draft_tokens)
     start = blocks.positions[blocks.anchors].unsqueeze(-1)
     positions = start + torch.arange(config.block_size, device=taps.device)
-    return network(hidden, positions, TiledAttention(config, blocks, keys, values))
+    return drafter(hidden, positions, TiledAttention(config, blocks, keys, values))
 
 
 @dataclass(frozen=True)
@@ -208,14 +181,15 @@ class BlockLoss:
 
 
 def block_loss(
-    network: DraftNetwork,
+    drafter: DFlash2Drafter,
     z: Tensor,
     head: Tensor,
     targets: BlockTargets,
     *,
-    settings: HeadSettings,
+    hard_weight: float,
     selector_weight: float,
     use_argmax: bool,
+    chunk: int,
 ) -> BlockLoss:
     """Base loss plus ``selector_weight`` times the selector's, each with its own normaliser.
 
@@ -225,48 +199,37 @@ def block_loss(
     gold is not among the candidates are left out: nothing the selector could do would win them.
 
     Args:
-        network: the drafter.
+        drafter: the drafter.
         z: ``[N, B, H]``.
         head: ``[V, H]``, frozen.
         targets: for rows 1..B-1.
-        settings: see `HeadSettings`.
+        hard_weight, chunk: see `head_loss`.
         selector_weight: factor on the selector's loss.
         use_argmax: gold is the target's argmax, else the document's token.
     """
-    rows = z[:, 1:].flatten(0, 1)
-    weight = targets.weight.flatten()
-    args = (targets.teacher.flatten(0, 1), targets.token.flatten(), weight)
-    base, gold, best = head_loss(rows, head, *args, use_argmax=use_argmax, settings=settings)
-    shape = targets.weight.shape
+    rows, teacher = z[:, 1:].flatten(0, 1), targets.teacher.flatten(0, 1)
+    weight, token = targets.weight.flatten(), None if use_argmax else targets.token.flatten()
+    base, gold, best = head_loss(drafter, rows, head, teacher, token, weight, hard_weight=hard_weight, chunk=chunk)
     used = (targets.weight > 0).float()
-    rate = lambda right: ((right.view(shape) * used).sum(0) / used.sum(0).clamp_min(1)).detach()  # noqa: E731
+
+    def rate(right: Tensor) -> Tensor:
+        return ((right.view(used.shape).float() * used).sum(0) / used.sum(0).clamp_min(1)).detach()
+
     hit = best == gold.unsqueeze(-1)
-    top1, recall = rate(hit[:, 0].float()), rate(hit.any(-1).float())
-    selector = network.candidate_selector
+    top1, recall = rate(hit[:, 0]), rate(hit.any(-1))
+    selector = drafter.candidate_selector
     if selector is None:
-        zero = base.new_zeros(())
-        return BlockLoss(base, base, zero, top1, recall, top1)
-    scores = candidate_logits(rows, head, best, settings)
-    scores = scores + pair_scores(selector, rows, targets.predecessor.flatten(), best)
+        return BlockLoss(base, base, base.new_zeros(()), top1, recall, top1)
+    gate, before = selector.hidden_projection(rows), targets.predecessor.flatten()
+    pairs = selector.pair_scores(gate, before.unsqueeze(-1), best).squeeze(-2)
+    scores = candidate_logits(drafter, rows, head, best) + pairs
     usable = weight * hit.any(-1)
     losses = F.cross_entropy(scores, hit.int().argmax(-1), reduction="none")
     chosen = (losses * usable).sum() / usable.sum().clamp_min(1e-6)
-    won = hit.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1).float()
+    won = hit.gather(-1, scores.argmax(-1, keepdim=True))
     return BlockLoss(base + selector_weight * chosen, base, chosen, top1, recall, rate(won))
 
 
-def pair_scores(selector: CandidateSelector, rows: Tensor, predecessor: Tensor, candidates: Tensor) -> Tensor:
-    """`CandidateSelector.pair_scores` with one predecessor per row: ``[N, H]``, ``[N]``, ``[N, C]`` -> fp32 ``[N, C]``.
-
-    Through `embedding`: the gradient of plain indexing adds up a token's rows one after the other, and common tokens
-    are candidates of most rows.
-    """
-    before = F.embedding(predecessor, selector.predecessor_codebook).float() * selector.hidden_projection(rows).float()
-    after = F.embedding(candidates, selector.successor_codebook).float()
-    return torch.bmm(after, before.unsqueeze(-1)).squeeze(-1)
-
-
-def candidate_logits(rows: Tensor, head: Tensor, candidates: Tensor, s: HeadSettings) -> Tensor:
+def candidate_logits(drafter: DFlash2Drafter, rows: Tensor, head: Tensor, candidates: Tensor) -> Tensor:
     """Logits of the candidates only, with gradient: rows ``[N, H]``, candidates ``[N, C]`` -> fp32 ``[N, C]``."""
-    raw = torch.bmm(head[candidates], rows.to(head.dtype).unsqueeze(-1)).squeeze(-1)
-    return scaled_logits(raw, s.multiplier, s.softcap)
+    return drafter.shape_logits(torch.bmm(head[candidates], rows.to(head.dtype).unsqueeze(-1)).squeeze(-1))

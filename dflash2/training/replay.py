@@ -2,53 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dflash2.model import DraftNetwork
+from dflash2.drafter import DFlash2Drafter
+from dflash2.lm_head import as_lm_head
+from dflash2.ops.selector_walk import selector_walk
 from dflash2.training.anchors import make_blocks
 from dflash2.training.data import Documents, PackedRows, assign, pack
-from dflash2.training.loss import HeadSettings, draft_states, scaled_logits
+from dflash2.training.loss import draft_states
 from dflash2.training.target import FrozenTarget
 
-__all__ = ["Replay", "greedy_walk", "replay"]
+__all__ = ["Replay", "greedy_drafts", "replay"]
 
 
-def greedy_walk(
-    network: DraftNetwork, z: Tensor, head: Tensor, anchors: Tensor, s: HeadSettings
+def greedy_drafts(
+    drafter: DFlash2Drafter, z: Tensor, head: Tensor, anchors: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Drafts of each block: the selector's greedy path, and the head's own best tokens.
 
     Args:
-        network: the drafter.
+        drafter: the drafter.
         z: ``[N, B, H]``.
         head: ``[V, H]``.
         anchors: int64 ``[N]`` token ids.
-        s: see `HeadSettings`.
+        chunk: rows of logits in memory at a time.
 
     Returns:
         two int64 ``[N, B-1]``; equal without a selector.
     """
-    rows = z[:, 1:]
-    parts = []
-    for part in rows.flatten(0, 1).split(s.chunk):
-        parts.append((part @ head.T).topk(max(s.candidates, 1), dim=-1))
-    shape = (*rows.shape[:2], -1)
-    ids = torch.cat([p.indices for p in parts]).view(shape)
-    unary = scaled_logits(torch.cat([p.values for p in parts]).view(shape), s.multiplier, s.softcap)
-    selector = network.candidate_selector
-    if selector is None:
+    rows, c, reader = z[:, 1:], drafter.config, as_lm_head(head)
+    parts = [reader.top(x, c.vocab_size, max(c.selector_top_k, 1)) for x in rows.flatten(0, 1).split(chunk)]
+    ids, raw = (torch.cat(x).unflatten(0, rows.shape[:2]) for x in zip(*parts, strict=True))
+    if drafter.candidate_selector is None:
         return ids[..., 0], ids[..., 0]
-    gate, before, path = selector.hidden_projection(rows), anchors, []
-    for i in range(rows.shape[1]):
-        pair = selector.pair_scores(gate[:, i], before.unsqueeze(-1), ids[:, i]).squeeze(-2)
-        before = ids[:, i].gather(-1, (unary[:, i] + pair).argmax(-1, keepdim=True)).squeeze(-1)
-        path.append(before)
-    return torch.stack(path, 1), ids[..., 0]
+    scores = drafter.candidate_selector.path_scores(rows, anchors, ids, drafter.shape_logits(raw))
+    path, _ = selector_walk(*scores, None, None)
+    return ids.gather(-1, path.unsqueeze(-1)).squeeze(-1), ids[..., 0]
 
 
 @dataclass(frozen=True)
@@ -72,77 +65,74 @@ class Replay:
 
 @torch.no_grad()
 def replay(
-    network: DraftNetwork,
+    drafter: DFlash2Drafter,
     target: FrozenTarget,
     documents: Documents,
     *,
-    settings: HeadSettings,
     row_tokens: int,
     rows_per_step: int,
     blocks_per_step: int,
     tile: int,
+    chunk: int,
 ) -> Replay:
     """Draft from every answer position of greedy documents, then walk the rounds.
 
     Args:
-        network: the drafter, on the target's device.
+        drafter: bound to the target.
         target: the target that wrote the documents.
         documents: answers at temperature 0; what the target would say next *is* the next token.
-        settings: see `HeadSettings`.
-        row_tokens, rows_per_step, blocks_per_step, tile: sizes of the passes.
+        row_tokens, rows_per_step, blocks_per_step, tile, chunk: sizes of the passes.
     """
     rows = assign(documents.lens, row_tokens)
-    path, unary = [], []
+    path: list[np.ndarray] = []
+    unary: list[np.ndarray] = []
     for at in range(0, len(rows), rows_per_step):
         packed = pack(documents, rows[at : at + rows_per_step], row_tokens)
         if not len(packed.eligible()):
             continue
-        run = _drafter(network, target, packed, settings, blocks_per_step, tile)
-        right, right_unary = _matches(packed, run, network.config.block_size)
-        for d in range(len(packed.first)):
-            span = slice(packed.answer[d], packed.end[d] - 1)
-            if packed.end[d] - 1 > packed.answer[d]:
-                path.append(right[span])
-                unary.append(right_unary[span])
+        drafts, best = _drafts(drafter, target, packed, blocks_per_step, tile, chunk)
+        right, right_unary = _matches(packed, drafts), _matches(packed, best)
+        spans = [slice(a, e - 1) for a, e in zip(packed.answer, packed.end, strict=True) if e - 1 > a]
+        path += [right[span] for span in spans]
+        unary += [right_unary[span] for span in spans]
     walked = [_rounds(m) for m in path]
-    mean = lambda parts: float(np.mean([p.mean() for p, _ in parts])) if parts else 0.0  # noqa: E731
     everywhere = float(np.concatenate(path).mean() + 1) if path else 0.0
-    by_row = _by_row(path, walked, network.config.block_size - 1)
-    return Replay(mean(walked), everywhere, mean([_rounds(m) for m in unary]), by_row, len(path))
+    by_row = _by_row(path, walked, drafter.config.max_draft_tokens)
+    return Replay(_mean(walked), everywhere, _mean([_rounds(m) for m in unary]), by_row, len(path))
 
 
-def _drafter(
-    network: DraftNetwork, target: FrozenTarget, packed: PackedRows, settings: HeadSettings, count: int, tile: int
-) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
-    def run() -> tuple[np.ndarray, np.ndarray]:
-        device = target.head.device
-        inputs = (torch.from_numpy(x).to(device) for x in (packed.tokens, packed.positions, packed.document))
-        taps, _ = target(*inputs)
-        shape = (packed.tokens.size, network.config.block_size - 1)
-        drafts, best = np.full(shape, -1), np.full(shape, -1)
-        eligible = packed.eligible()
-        for at in range(0, len(eligible), count):
-            anchors = eligible[at : at + count]
-            blocks = make_blocks(packed, anchors, count, tile, network.config.retention).to(device)
-            z = draft_states(network, target.embedding, blocks, taps)
-            walked = greedy_walk(network, z, target.head, blocks.tokens[blocks.anchors], settings)
-            drafts[anchors], best[anchors] = (w[: len(anchors)].cpu().numpy() for w in walked)
-        return drafts, best
-
-    return run
-
-
-def _matches(
-    packed: PackedRows, run: Callable[[], tuple[np.ndarray, np.ndarray]], block_size: int
+def _drafts(
+    drafter: DFlash2Drafter, target: FrozenTarget, packed: PackedRows, count: int, tile: int, chunk: int
 ) -> tuple[np.ndarray, np.ndarray]:
+    """`greedy_drafts` of every eligible anchor, ``[R*S, B-1]`` each; -1 elsewhere. ``count`` blocks at a time."""
+    device, c = target.head.device, drafter.config
+    inputs = (torch.from_numpy(x).to(device) for x in (packed.tokens, packed.positions, packed.document))
+    taps, _ = target(*inputs)
+    shape = (packed.tokens.size, c.max_draft_tokens)
+    drafts, best = np.full(shape, -1), np.full(shape, -1)
+    eligible = packed.eligible()
+    for at in range(0, len(eligible), count):
+        anchors = eligible[at : at + count]
+        blocks = make_blocks(packed, anchors, count, tile, c.retention).to(device)
+        z = draft_states(drafter, blocks, taps)
+        made = greedy_drafts(drafter, z, target.head, blocks.tokens[blocks.anchors], chunk)
+        drafts[anchors], best[anchors] = (x[: len(anchors)].cpu().numpy() for x in made)
+    return drafts, best
+
+
+def _matches(packed: PackedRows, drafts: np.ndarray) -> np.ndarray:
     """Leading drafts that equal the document, per anchor ``[R*S]``; a document's end stops the count."""
     flat, owner = packed.tokens.reshape(-1), packed.document.reshape(-1)
-    index = np.arange(len(flat))[:, None] + np.arange(1, block_size)
+    index = np.arange(len(flat))[:, None] + np.arange(1, drafts.shape[1] + 1)
     inside = index < len(flat)
     index = np.minimum(index, len(flat) - 1)
     inside &= owner[index] == owner[:, None]
-    counts = [((d == flat[index]) & inside).cumprod(1).sum(1) for d in run()]
-    return counts[0], counts[1]
+    return ((drafts == flat[index]) & inside).cumprod(1).sum(1)
+
+
+def _mean(walked: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Mean over documents of each one's mean round."""
+    return float(np.mean([produced.mean() for produced, _ in walked])) if walked else 0.0
 
 
 def _rounds(matches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

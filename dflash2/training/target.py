@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dflash2.errors import ConfigError
+from dflash2.loading import load_target
+from dflash2.target import decoder_layers, tapped
 
 __all__ = ["FrozenTarget", "document_mask"]
 
@@ -52,19 +53,16 @@ class FrozenTarget:
         self.embedding: Tensor = model.get_input_embeddings().weight
 
     @classmethod
-    def from_pretrained(
-        cls, path: str | Path, layer_ids: Sequence[int], *, dtype: torch.dtype, device: str
-    ) -> FrozenTarget:
-        """Load a target with Transformers."""
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-        return cls(model.to(device), layer_ids)
+    def from_pretrained(cls, name: str, layer_ids: Sequence[int], *, dtype: torch.dtype, device: str) -> FrozenTarget:
+        """Load a target by name, folder or hub id, as `load_target` does."""
+        model, _ = load_target(name, torch.device(device), dtype)
+        model.set_attn_implementation("sdpa")  # `document_mask` is boolean, which other implementations read otherwise
+        return cls(model, layer_ids)
 
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers."""
-        return self.decoder.layers
+        return decoder_layers(self.model)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, positions: Tensor, document: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,21 +74,8 @@ class FrozenTarget:
         Returns:
             taps ``[R*S, T*H]`` and the states that the head reads (after the final norm) ``[R*S, H]``.
         """
-        caught: dict[int, Tensor] = {}
-
-        def catch(layer_id: int) -> Any:
-            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                caught[layer_id] = output[0] if isinstance(output, tuple) else output
-
-            return hook
-
-        handles = [self.layers[i].register_forward_hook(catch(i)) for i in set(self.layer_ids)]
-        try:
-            out = self.decoder(
-                input_ids=tokens, position_ids=positions, attention_mask=document_mask(document), use_cache=False
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
-        taps = torch.cat([caught[i] for i in self.layer_ids], dim=-1)
-        return taps.flatten(0, 1), out.last_hidden_state.flatten(0, 1)
+        mask = document_mask(document)
+        with tapped(self.model, self.layer_ids) as taps:
+            out = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False)
+        joined = torch.cat([taps[i] for i in self.layer_ids], dim=-1)
+        return joined.flatten(0, 1), out.last_hidden_state.flatten(0, 1)

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from dflash2.conv import GroupedConv
-from dflash2.model import MLP, DraftNetwork, RMSNorm
+from dflash2.drafter import DFlash2Drafter
+from dflash2.model import MLP, RMSNorm
+from dflash2.provenance import provenance
 from dflash2.training.anchors import Blocks, make_blocks, sample_anchors
-from dflash2.training.checkpoint import load_resume, load_weights, save_resume, save_weights
-from dflash2.training.config import TrainConfig, drafter_config, load_config, to_json
+from dflash2.training.checkpoint import load_resume, publish, save_resume, start_from
+from dflash2.training.config import TrainConfig, drafter_config, help_text, load_config, to_json
 from dflash2.training.data import PackedRows, Plan, load_shards, pack
 from dflash2.training.initial import initialise
-from dflash2.training.loss import BlockLoss, HeadSettings, block_loss, block_targets, draft_states
+from dflash2.training.loss import BlockLoss, block_loss, block_targets, draft_states
 from dflash2.training.optimizer import MasterAdamW, learning_rate
 from dflash2.training.replay import Replay, replay
 from dflash2.training.target import FrozenTarget
@@ -47,32 +49,33 @@ class Trainer:
         if target is None:
             target = FrozenTarget.from_pretrained(config.target, (), dtype=dtype, device=config.device)
         self.target = target
-        self.drafter = drafter_config(target.model.config, config.drafter)
-        target.layer_ids = self.drafter.target_layer_ids
+        shape = drafter_config(target.model.config, config.drafter)
+        target.layer_ids = shape.target_layer_ids
         documents = load_shards(config.shards)
         self.documents, held_out = documents.split(config.val_permille)
         self.validation = held_out.select(np.flatnonzero(held_out.temps == 0)[: config.val_documents])
-        self.head = HeadSettings.of(self.drafter, hard_weight=config.hard_weight, chunk=config.head_chunk)
         torch.manual_seed(config.seed)
         self.plan = Plan(self.documents, config.row_tokens, config.rows_per_step, config.seed)
         self.step_count, self.seconds = 0, 0.0
-        self.network = DraftNetwork(self.drafter).to(config.device)
+        # Drawn on the CPU, so that a seed means the same on every device.
+        self.drafter = DFlash2Drafter(shape, dtype=torch.float32).to(config.device)
+        self.drafter.bind_target(target.embedding, target.head)
         if config.init_from:
-            load_weights(self.network, Path(config.init_from))
+            start_from(self.drafter, config.init_from)
         else:
-            initialise(self.network, target, layers=config.init_layers, sample=self._device_rows(self._rows(0)))
-        self.network.to(dtype)
+            initialise(self.drafter, target, layers=config.init_layers, sample=self._device_rows(self._rows(0)))
+        self.drafter.to(dtype)
         self.optimizer = MasterAdamW(
-            self.network, betas=config.betas, weight_decay=config.weight_decay, clip=config.clip, ema=config.ema
+            self.drafter, betas=config.betas, weight_decay=config.weight_decay, clip=config.clip, ema=config.ema
         )
         if config.compile:
-            _compile(self.network)
+            _compile(self.drafter)
         self._resume()
 
     @property
     def parameters(self) -> int:
         """How many weights the drafter has."""
-        return sum(p.numel() for p in self.network.parameters())
+        return sum(p.numel() for p in self.drafter.parameters())
 
     @property
     def progress(self) -> float:
@@ -87,7 +90,7 @@ class Trainer:
         c = self.config
         packed = self._rows(self.step_count)
         anchors = sample_anchors(packed, c.anchors_per_step, np.random.default_rng((c.seed, 2, self.step_count)))
-        blocks = make_blocks(packed, anchors, c.anchors_per_step, c.tile, self.drafter.retention).to(c.device)
+        blocks = make_blocks(packed, anchors, c.anchors_per_step, c.tile, self.drafter.config.retention).to(c.device)
         taps, states = self.target(*self._device_rows(packed))
         loss = self.loss(blocks, taps, states)
         loss.total.backward()
@@ -98,23 +101,23 @@ class Trainer:
 
     def loss(self, blocks: Blocks, taps: Tensor, states: Tensor) -> BlockLoss:
         """Forward pass of the drafter and its losses on the blocks of one step."""
-        z = draft_states(self.network, self.target.embedding, blocks, taps)
-        targets = block_targets(blocks, states, self.drafter.block_size, self.config.gamma)
+        c = self.config
         return block_loss(
-            self.network,
-            z,
+            self.drafter,
+            draft_states(self.drafter, blocks, taps),
             self.target.head,
-            targets,
-            settings=self.head,
-            selector_weight=self.config.selector_weight,
-            use_argmax=self.config.gold == "argmax",
+            block_targets(blocks, states, self.drafter.config.block_size, c.gamma),
+            hard_weight=c.hard_weight,
+            selector_weight=c.selector_weight,
+            use_argmax=c.gold == "argmax",
+            chunk=c.head_chunk,
         )
 
     def run(self) -> Replay | None:
         """Train until the schedule ends, logging, evaluating and saving on the way. Returns the last evaluation."""
         c = self.config
         self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "train.json").write_text(to_json(c))
+        (self.out / "train.json").write_text(to_json(c, provenance(c.device)))
         size = f"{len(self.documents)} documents, {self.documents.lens.sum()} tokens"
         _say(f"{self.parameters / 1e6:.1f} M parameters, {size}, {len(self.validation)} held-out greedy documents")
         last = now = time.monotonic()
@@ -151,14 +154,14 @@ class Trainer:
         c = self.config
         self.optimizer.show(averaged=True)
         result = replay(
-            self.network,
+            self.drafter,
             self.target,
             self.validation,
-            settings=self.head,
             row_tokens=c.row_tokens,
             rows_per_step=c.rows_per_step,
             blocks_per_step=c.anchors_per_step,
             tile=c.tile,
+            chunk=c.head_chunk,
         )
         self.optimizer.show(averaged=False)
         self._write({"step": self.step_count, "seconds": round(self.seconds, 1), "validation": asdict(result)})
@@ -171,19 +174,22 @@ class Trainer:
 
     def save(self) -> None:
         """Write weights and resume state."""
-        save_weights(self.out, self.drafter, self.optimizer.weights())
+        publish(self.drafter, self.optimizer.weights(), self.out)
         state = {"step": self.step_count, "seconds": self.seconds, "settings": self._fixed()}
-        save_resume(self.out, state | {"optimizer": self.optimizer.state_dict()})
+        state |= {"optimizer": self.optimizer.state_dict(), "mask_embedding": self.drafter.mask_embedding}
+        save_resume(self.out, state)
 
     def _resume(self) -> None:
         state = load_resume(self.out, self._fixed())
         if state is not None:
             self.step_count, self.seconds = state["step"], state["seconds"]
             self.optimizer.load_state_dict(state["optimizer"])
+            row = state.get("mask_embedding")
+            self.drafter.mask_embedding = None if row is None else row.to(self.drafter.device)
             _say(f"resumed at step {self.step_count}, after {self.seconds:.0f} s")
 
     def _fixed(self) -> dict[str, Any]:
-        return {k: v for k, v in json.loads(to_json(self.config)).items() if k not in FREE}
+        return {k: v for k, v in json.loads(json.dumps(asdict(self.config))).items() if k not in FREE}
 
     def _rows(self, step: int) -> PackedRows:
         """Data of a step, from its number alone: nothing about the data has to be stored to resume."""
@@ -222,13 +228,13 @@ class Trainer:
             f.write(json.dumps(line) + "\n")
 
 
-def _compile(network: DraftNetwork) -> None:
+def _compile(drafter: DFlash2Drafter) -> None:
     """Compile what is bound by memory traffic; attention and matrix products stay as they are."""
     import torch._dynamo
 
     # One graph per module and kind of call, where dynamo expects few per function.
     torch._dynamo.config.cache_size_limit = 64
-    for module in network.modules():
+    for module in drafter.modules():
         if isinstance(module, RMSNorm | MLP):
             module.compile()
         elif isinstance(module, GroupedConv):
@@ -249,9 +255,17 @@ def train(config: TrainConfig) -> Replay | None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the settings of the command line."""
-    parser = argparse.ArgumentParser(description="Train a drafter on token shards; settings are those of TrainConfig.")
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash2.training.train",
+        description="Train a drafter on token shards.",
+        epilog="settings (default):\n" + help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config", help="JSON or YAML file of settings")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="change a setting (drafter.FIELD=VALUE: one of the drafter's); repeatable",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     train(load_config(args.config, args.set))
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from dflash2.config import DFlash2Config
-from dflash2.model import DraftNetwork
+from dflash2.drafter import DFlash2Drafter
 from dflash2.training.anchors import make_blocks, sample_anchors
 from dflash2.training.attention import visible
 from dflash2.training.data import Documents, assign, pack
@@ -42,12 +42,17 @@ def packed_blocks(c, seed=0, anchors=24, tile=4, row_tokens=32):
     return rows, make_blocks(rows, chosen, anchors, tile, c.retention)
 
 
-def network(c, seed=0) -> DraftNetwork:
+def table(dtype=torch.float64, seed=0) -> torch.Tensor:
+    return torch.randn(31, 16, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def drafter(c, tied, seed=0) -> DFlash2Drafter:
+    """Random weights in the dtype of ``tied``, which is embedding and head."""
     torch.manual_seed(seed)
-    net = DraftNetwork(c, dtype=torch.float64)
-    for p in net.parameters():
+    made = DFlash2Drafter(c, dtype=tied.dtype)
+    for p in made.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    return net
+    return made.bind_target(tied, tied)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -85,9 +90,10 @@ def test_masks_against_a_loop(window, causal):
 def test_forward_equals_inference_on_each_document_alone(layer_types, is_causal):
     c = config(5, layer_types, is_causal)
     rows, blocks = packed_blocks(c, seed=1)
-    net, embedding = network(c), torch.randn(31, 16, dtype=torch.float64)
+    embedding = table()
+    net = drafter(c, embedding)
     taps = torch.randn(rows.tokens.size, 32, dtype=torch.float64)
-    got = draft_states(net, embedding, blocks, taps)
+    got = draft_states(net, blocks, taps)
     for n, anchor in enumerate(blocks.anchors.tolist()):
         d = int(blocks.document[anchor])
         first, start = int(rows.first[d]), anchor - int(rows.first[d])
@@ -122,9 +128,9 @@ def dense_attention(c, layer, q, keys, values, start):
 def test_no_gradient_reaches_taps_at_or_after_an_anchor_or_of_other_documents():
     c = config(7)
     rows, blocks = packed_blocks(c, seed=2, anchors=40)
-    net, embedding = network(c), torch.randn(31, 16, dtype=torch.float64)
+    net = drafter(c, table())
     taps = torch.randn(rows.tokens.size, 32, dtype=torch.float64, requires_grad=True)
-    z = draft_states(net, embedding, blocks, taps)
+    z = draft_states(net, blocks, taps)
     for n in range(0, len(blocks.anchors), 3):
         (grad,) = torch.autograd.grad(z[n].square().sum(), taps, retain_graph=True)
         anchor = int(blocks.anchors[n])
@@ -137,11 +143,24 @@ def test_no_gradient_reaches_taps_at_or_after_an_anchor_or_of_other_documents():
 def test_blocks_do_not_see_each_other():
     c = config(7)
     rows, blocks = packed_blocks(c, seed=2)
-    net, embedding = network(c), torch.randn(31, 16, dtype=torch.float64)
+    net = drafter(c, table())
     taps = torch.randn(rows.tokens.size, 32, dtype=torch.float64)
     one = blocks.anchors[10:11].numpy()
-    alone = draft_states(net, embedding, make_blocks(rows, one, 4, 4, c.retention), taps)[0]
-    torch.testing.assert_close(draft_states(net, embedding, blocks, taps)[10], alone, rtol=1e-9, atol=1e-11)
+    alone = draft_states(net, make_blocks(rows, one, 4, 4, c.retention), taps)[0]
+    torch.testing.assert_close(draft_states(net, blocks, taps)[10], alone, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_a_mask_embedding_takes_the_place_of_the_tables_row(scale):
+    c = config(7, input_embedding_scale=scale)
+    rows, blocks = packed_blocks(c, seed=2)
+    taps, row = torch.randn(rows.tokens.size, 32, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    with_row, other = table(), table()
+    other[c.mask_token_id] = row
+    net = drafter(c, with_row)
+    net.mask_embedding = row
+    expected = draft_states(drafter(c, other), blocks, taps)
+    torch.testing.assert_close(draft_states(net, blocks, taps), expected, rtol=1e-9, atol=1e-11)
 
 
 def test_targets_stop_at_the_end_of_the_document_and_decay():

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_blocks import config, network
+from test_blocks import config, drafter
 from torch.nn import functional as F
 
-from dflash2.training.loss import BlockTargets, HeadSettings, block_loss, candidate_logits, head_loss, pair_scores
+from dflash2.training.loss import BlockTargets, block_loss, candidate_logits, head_loss
 
 
 def inputs(n=13, hidden=16, vocab=31, seed=0):
@@ -21,8 +21,9 @@ def inputs(n=13, hidden=16, vocab=31, seed=0):
 @pytest.mark.parametrize("hard", [0.0, 0.3, 1.0])
 def test_value_and_gradient_are_those_of_autograd(hard, multiplier, softcap, use_argmax):
     z, head, teacher, token, weight = inputs()
-    s = HeadSettings(multiplier, softcap, hard, 4, chunk=5)
-    loss, gold, best = head_loss(z, head, teacher, token, weight, use_argmax=use_argmax, settings=s)
+    net = shaped(head, multiplier, softcap)
+    label = None if use_argmax else token
+    loss, gold, best = head_loss(net, z, head, teacher, label, weight, hard_weight=hard, chunk=5)
     (got,) = torch.autograd.grad(3 * loss, z)
 
     logits = z @ head.T * multiplier
@@ -40,19 +41,22 @@ def test_value_and_gradient_are_those_of_autograd(hard, multiplier, softcap, use
 
 
 def test_nothing_supervised_is_a_loss_of_zero():
-    z, head, teacher, token, weight = inputs()
-    s = HeadSettings(1.0, None, 0.5, 4, chunk=5)
-    loss, _, _ = head_loss(z, head, teacher, token, weight * 0, use_argmax=True, settings=s)
+    z, head, teacher, _, weight = inputs()
+    loss, _, _ = head_loss(shaped(head), z, head, teacher, None, weight * 0, hard_weight=0.5, chunk=5)
     (grad,) = torch.autograd.grad(loss, z)
     assert loss == 0
     assert not grad.any()
 
 
+def shaped(head, multiplier=1.0, softcap=None):
+    c = config(output_multiplier=multiplier, final_logit_softcapping=softcap, selector_top_k=4)
+    return drafter(c, head)
+
+
 def selector_case(token, hard=1.0):
     """Two blocks of three rows whose head gives rows exactly their own logits."""
-    c = config(6)
-    net = network(c).float()
     head = torch.eye(31, 16)
+    net = drafter(config(6), head)
     z = torch.zeros(2, 4, 16)
     z[..., :5] = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
     token = torch.tensor(token)
@@ -60,18 +64,12 @@ def selector_case(token, hard=1.0):
     weight = torch.tensor([[1.0, 0.5, 0.25], [1.0, 0.5, 0.0]])
     targets = BlockTargets(token, (token + 7) % 31, teacher, weight)
     z.requires_grad_()
-    settings = HeadSettings(1.0, None, hard, c.selector_top_k, chunk=4)
-    return (
-        net,
-        z,
-        head,
-        targets,
-        block_loss(net, z, head, targets, settings=settings, selector_weight=2.0, use_argmax=False),
-    )
+    loss = block_loss(net, z, head, targets, hard_weight=hard, selector_weight=2.0, use_argmax=False, chunk=4)
+    return net, z, targets, loss
 
 
 def test_selector_loss_is_zero_without_a_hit():
-    net, _, _, _, loss = selector_case([[9, 9, 9], [9, 9, 0]])  # the last row is not supervised
+    net, _, _, loss = selector_case([[9, 9, 9], [9, 9, 0]])  # the last row is not supervised
     assert loss.selector == 0
     assert torch.isfinite(loss.total)
     loss.total.backward()
@@ -80,7 +78,7 @@ def test_selector_loss_is_zero_without_a_hit():
 
 
 def test_selector_loss_of_hits_only_with_its_own_normaliser():
-    net, z, _, targets, loss = selector_case([[0, 9, 2], [9, 1, 1]])
+    net, z, targets, loss = selector_case([[0, 9, 2], [9, 1, 1]])
     gate = net.candidate_selector.hidden_projection(z[:, 1:])
     total, norm = 0.0, 0.0
     for n, i in ((0, 0), (0, 2), (1, 1)):
@@ -97,15 +95,20 @@ def test_selector_loss_of_hits_only_with_its_own_normaliser():
 
 def test_candidate_logits_are_the_heads():
     z, head, *_ = inputs()
-    s = HeadSettings(0.7, 3.0, 0.5, 4, chunk=5)
     ids = torch.randint(0, 31, (13, 4))
     expected = (3 * torch.tanh(z @ head.T * 0.7 / 3)).gather(-1, ids)
-    torch.testing.assert_close(candidate_logits(z, head, ids, s), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(candidate_logits(shaped(head, 0.7, 3.0), z, head, ids), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_pair_scores_are_the_selectors():
-    net = network(config()).float()
-    rows, before, ids = torch.randn(7, 16), torch.randint(0, 31, (7,)), torch.randint(0, 31, (7, 3))
-    s = net.candidate_selector
-    expected = s.pair_scores(s.hidden_projection(rows), before.unsqueeze(-1), ids).squeeze(-2)
-    torch.testing.assert_close(pair_scores(s, rows, before, ids), expected, rtol=1e-5, atol=1e-6)
+def test_pair_scores_and_their_gradients_are_the_formulas():
+    s = drafter(config(), torch.eye(31, 16)).candidate_selector
+    gate, before, ids = torch.randn(7, 4), torch.randint(0, 31, (7, 2)), torch.randint(0, 5, (7, 3))
+    got = s.pair_scores(gate, before, ids)
+    a, b = s.predecessor_codebook[before], s.successor_codebook[ids]
+    expected = (a[:, :, None] * gate[:, None, None] * b[:, None]).sum(-1)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    books, pull = (s.predecessor_codebook, s.successor_codebook), torch.randn_like(got)
+    for mine, true in zip(
+        torch.autograd.grad(got, books, pull), torch.autograd.grad(expected, books, pull), strict=True
+    ):
+        torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-6)

@@ -1,24 +1,26 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
-from test_blocks import config, network, packed_blocks
+from safetensors.torch import load_file, save_file
+from test_blocks import config, drafter, packed_blocks, table
 
 import dflash2
 from dflash2.errors import CheckpointError, ConfigError
-from dflash2.model import DraftNetwork
 from dflash2.training.anchors import make_blocks
-from dflash2.training.config import TrainConfig, load_config
+from dflash2.training.config import TrainConfig, help_text, load_config
 from dflash2.training.data import Documents, Plan, assign, pack
 from dflash2.training.decode import LlamaDecoder
-from dflash2.training.loss import HeadSettings, block_loss, block_targets, draft_states
-from dflash2.training.replay import greedy_walk, replay
+from dflash2.training.loss import block_loss, block_targets, draft_states
+from dflash2.training.replay import greedy_drafts, replay
 from dflash2.training.synth import Request, answer, write_shard
 from dflash2.training.target import FrozenTarget
-from dflash2.training.train import Trainer
+from dflash2.training.train import Trainer, main
 
 DRAFTER = {"mask_token_id": 60, "num_hidden_layers": 2, "sliding_window": 24, "conv_group_size": 8, "selector_rank": 4}
 DRAFTER |= {"selector_top_k": 4, "block_size": 4, "target_layer_ids": [1, 2, 4]}
@@ -60,25 +62,22 @@ def test_target_pass_on_packed_rows_equals_each_document_alone(toy_llama):
         torch.testing.assert_close(logits, alone.logits[0], rtol=1e-4, atol=1e-4)
 
 
-def test_drafts_equal_those_of_the_inference_drafter():
-    c = config(6)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_drafts_equal_those_of_the_inference_drafter(softcap):
+    c = config(6, final_logit_softcapping=softcap)
     rows, blocks = packed_blocks(c, seed=5)
-    net = network(c).float()
-    embedding, taps = torch.randn(31, 16), torch.randn(rows.tokens.size, 32)
-    s = HeadSettings.of(c, hard_weight=0.5, chunk=10)
+    tied, taps = table(torch.float32), torch.randn(rows.tokens.size, 32)
+    net = drafter(c, tied)
     with torch.no_grad():
-        z = draft_states(net, embedding, blocks, taps)
-        path, _ = greedy_walk(net, z, embedding, blocks.tokens[blocks.anchors], s)
-    drafter = dflash2.DFlash2Drafter(c)
-    drafter.load_state_dict(net.state_dict())
-    drafter.bind_target(embedding, embedding)
+        z = draft_states(net, blocks, taps)
+        path, _ = greedy_drafts(net, z, tied, blocks.tokens[blocks.anchors], chunk=10)
     for n, anchor in enumerate(blocks.anchors.tolist()):
         first = int(rows.first[blocks.document[anchor]])
         start = anchor - first
-        kv = drafter.new_kv(1, 64)
+        kv = net.new_kv(1, 64)
         seq = kv.open()
-        drafter.append(kv, [seq], taps[first:anchor], [0], [start])
-        proposal = drafter.propose(kv, [seq], blocks.tokens[anchor : anchor + 1], [start])
+        net.append(kv, [seq], taps[first:anchor], [0], [start])
+        proposal = net.propose(kv, [seq], blocks.tokens[anchor : anchor + 1], [start])
         assert proposal.tokens[0].tolist() == path[n].tolist()
 
 
@@ -105,21 +104,21 @@ def test_perfect_copy_is_learnt_exactly():
     rng = np.random.default_rng(0)
     lens = rng.integers(12, 30, 60)
     docs = Documents(rng.integers(0, 30, lens.sum()), lens.astype(np.int64), np.full(60, 4), np.zeros(60))
-    net = DraftNetwork(c)
+    net = dflash2.DFlash2Drafter(c, dtype=torch.float32).bind_target(target.embedding, target.head)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)
     plan = Plan(docs, 128, 4, 0)
-    s = HeadSettings.of(c, hard_weight=1.0, chunk=2048)
+    how = {"hard_weight": 1.0, "selector_weight": 0.1, "use_argmax": False, "chunk": 2048}
     for step in range(250):
         rows = pack(docs, plan[step], 128)
         blocks = make_blocks(rows, rows.eligible()[:320], 320, 8, c.retention)
         taps, states = target(*map(torch.from_numpy, (rows.tokens, rows.positions, rows.document)))
-        z = draft_states(net, target.embedding, blocks, taps)
+        z = draft_states(net, blocks, taps)
         targets = block_targets(blocks, states, c.block_size, 4.0)
-        loss = block_loss(net, z, target.head, targets, settings=s, selector_weight=0.1, use_argmax=False)
+        loss = block_loss(net, z, target.head, targets, **how)
         optimizer.zero_grad()
         loss.total.backward()
         optimizer.step()
-    result = replay(net, target, docs, settings=s, row_tokens=128, rows_per_step=4, blocks_per_step=320, tile=8)
+    result = replay(net, target, docs, row_tokens=128, rows_per_step=4, blocks_per_step=320, tile=8, chunk=2048)
     assert result.by_row == [1.0] * 3
 
 
@@ -130,10 +129,10 @@ def test_one_document_is_overfitted_and_generation_agrees(toy_llama, shard, tmp_
     t.plan, t.validation = Plan(t.documents, 48, 1, 0), t.documents
     result = t.run()
     assert result.rounds > 3.5
-    drafter = dflash2.DFlash2Drafter.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
+    saved = dflash2.DFlash2Drafter.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
     document = t.documents.document(0).tolist()
     prompt = torch.tensor([document[: int(t.documents.plens[0])]])
-    out = dflash2.generate(toy_llama, drafter, prompt, max_new_tokens=36)
+    out = dflash2.generate(toy_llama, saved, prompt, max_new_tokens=36)
     assert out.sequences[0].tolist() == document
     assert np.mean(out.acceptance_lengths[0]) == pytest.approx(result.rounds, abs=0.35)  # bf16 weights on disk
 
@@ -167,10 +166,77 @@ def test_a_paused_run_goes_on_and_weights_can_be_started_from(toy_llama, shard, 
     later = trainer(toy_llama, shard, tmp_path / "b", init_from=str(tmp_path / "a"))
     for mine, theirs in zip(later.optimizer.masters, t.optimizer.masters, strict=True):
         assert torch.equal(mine, theirs.to(torch.bfloat16).float())
-    with pytest.raises(CheckpointError, match="this run's shape"):
-        trainer(
-            toy_llama, shard, tmp_path / "c", init_from=str(tmp_path / "a"), drafter=DRAFTER | {"num_hidden_layers": 1}
-        )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 1),
+        ("target_layer_ids", [1, 2, 5]),
+        ("rope_parameters", {"rope_theta": 5e4}),
+        ("sliding_window", 23),
+        ("is_causal", True),
+        ("mask_token_id", 59),
+        ("output_multiplier", 2.0),
+    ],
+)
+def test_weights_of_another_configuration_are_no_start(toy_llama, shard, tmp_path, field, value):
+    trainer(toy_llama, shard, tmp_path / "a").save()
+    with pytest.raises(ConfigError, match=rf"another configuration than this run:(?s:.*)- {field}: .* there, .* here"):
+        trainer(toy_llama, shard, tmp_path / "b", init_from=str(tmp_path / "a"), drafter=DRAFTER | {field: value})
+
+
+def test_every_layout_that_loads_is_a_start(toy_llama, shard, tmp_path):
+    """Prefixed names, no rope_type, a mask embedding: as `from_pretrained` reads them."""
+    a = tmp_path / "a"
+    t = trainer(toy_llama, shard, a)
+    t.save()
+    tensors = load_file(a / "model.safetensors")
+    save_file({f"model.{name}": w for name, w in tensors.items()}, a / "model.safetensors")
+    raw = json.loads((a / "config.json").read_text())
+    del raw["rope_parameters"], raw["num_target_layers"]
+    (a / "config.json").write_text(json.dumps(raw))
+    torch.save({"embedding": torch.arange(32.0), "mask_token_id": 60}, a / "mask_embedding.pt")
+    later = trainer(toy_llama, shard, tmp_path / "b", init_from=str(a))
+    for mine, theirs in zip(later.optimizer.masters, t.optimizer.masters, strict=True):
+        assert torch.equal(mine, theirs.to(torch.bfloat16).float())
+    later.run()
+    saved = dflash2.DFlash2Drafter.from_pretrained(tmp_path / "b")
+    assert saved.config.num_target_layers == 6
+    assert torch.equal(saved.mask_embedding, torch.arange(32.0, dtype=torch.bfloat16))
+    resumed = trainer(toy_llama, shard, tmp_path / "b")  # where it started is of no interest any more
+    assert torch.equal(resumed.drafter.mask_embedding, torch.arange(32.0))
+
+
+@pytest.mark.parametrize(("kept", "worked"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float32")])
+def test_the_average_is_saved_from_the_masters_in_the_dtype_of_the_config(toy_llama, shard, tmp_path, kept, worked):
+    import copy
+
+    model = copy.deepcopy(toy_llama).to(getattr(torch, worked))
+    t = trainer(model, shard, tmp_path, dtype=worked, ema=0.9, drafter=DRAFTER | {"dtype": kept})
+    for _ in range(2):
+        t.step()
+    working = [p.clone() for p in t.drafter.parameters()]
+    t.save()
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == kept
+    saved = load_file(tmp_path / "model.safetensors")
+    assert len(saved) == len(t.optimizer.average)
+    for (name, p), before, average in zip(t.drafter.named_parameters(), working, t.optimizer.average, strict=True):
+        assert torch.equal(p, before)
+        assert average.dtype == torch.float32
+        assert saved[name].dtype == getattr(torch, kept)
+        assert torch.equal(saved[name], average.to(getattr(torch, kept)))
+
+
+def test_shards_of_an_older_checkpoint_do_not_hide_the_new_one(toy_llama, shard, tmp_path):
+    t = trainer(toy_llama, shard, tmp_path)
+    t.save()
+    old = load_file(tmp_path / "model.safetensors")
+    save_file({name: torch.zeros_like(w) for name, w in old.items()}, tmp_path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(old, "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    t.save()
+    assert dflash2.DFlash2Drafter.from_pretrained(tmp_path).fc.weight.any()
 
 
 def test_another_configuration_does_not_resume(toy_llama, shard, tmp_path):
@@ -202,6 +268,34 @@ def test_settings_are_checked(tmp_path):
         load_config(file, ["max_steps=0"])
     with pytest.raises(ConfigError, match="multiple of tile"):
         load_config(file, ["anchors_per_step=9"])
+
+
+def test_help_names_every_setting(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for f in dataclasses.fields(TrainConfig):
+        assert re.search(rf"^{f.name} \(.*\): \w", shown, re.MULTILINE), f.name
+    assert help_text() in shown
+    assert "lr_floor (0.1): learning rate at the end, as a share of the peak." in shown
+
+
+def test_a_runs_own_settings_can_be_read_back(toy_llama, shard, tmp_path):
+    t = trainer(toy_llama, shard, tmp_path, max_steps=1)
+    t.run()
+    assert load_config(tmp_path / "train.json") == t.config
+    made = json.loads((tmp_path / "train.json").read_text())["provenance"]
+    assert made["torch"] == torch.__version__
+    assert made["device"] == "cpu"
+
+
+def test_targets_have_names(toy_target_folder, monkeypatch):
+    monkeypatch.setenv("DFLASH2_EMBEDDED_TARGET", str(toy_target_folder))
+    target = FrozenTarget.from_pretrained("smollm2-135m", (1,), dtype=torch.bfloat16, device="cpu")
+    assert target.head.dtype == torch.bfloat16
+    assert len(target.layers) == 6
+    with pytest.raises(CheckpointError, match="no-such-target: cannot be loaded"):
+        FrozenTarget.from_pretrained("./no-such-target", (1,), dtype=torch.bfloat16, device="cpu")
 
 
 def test_no_prompt_is_in_both_splits_and_documents_stay_whole():
