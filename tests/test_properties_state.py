@@ -65,6 +65,26 @@ def test_a_recycled_sequence_equals_a_new_one(layers, first, second, how, page):
     assert bits(props[0]) == bits(props[1])
 
 
+@pytest.mark.parametrize("layers", [(SLIDING,), (FULL,)])
+def test_a_page_taken_over_shows_nothing_of_its_last_owner(layers):
+    """The rows of the one before carry positions that the new sequence would look for. One page: it is reused."""
+    toy = Toy(tiny_config(layer_types=layers, sliding_window=16))
+    kv = toy.drafter.new_kv(2, 64, 8, num_pages=1)
+    for n in range(1, 9):
+        for start in range(8):
+            old = kv.open()
+            toy.append(kv, old, 0, n, branch=1)
+            kv.close(old)
+            new = kv.open(start)
+            toy.append(kv, new, start, start + 1)
+            prop = toy.drafter.propose(kv, [new], [2], [start + 1])
+            draft = toy.oracle.draft(toy.context(start, start + 1), 2, start + 1, 3)
+            check_row(prop, 0, toy.oracle, draft, 2)
+            _, positions, there = kv.context(kv.slots([new]), torch.tensor([start + 1]), kv.ring)
+            assert positions[there].tolist() == [start]
+            kv.close(new)
+
+
 def test_handles_are_never_used_twice():
     """Row B04: conversation B cannot go on in A's place without saying so."""
     toy = Toy(tiny_config())
@@ -130,7 +150,7 @@ def test_calls_that_do_not_fit_change_nothing():
     f.refused(ValueError, "taps hold 2 rows", lambda: append(kv, [f.a], taps[:2], [5], [2], [3]))
     f.refused(ValueError, "taps have shape", lambda: append(kv, [f.a], taps[:2, :-1], [5], [2]))
     f.refused(ValueError, "token_ids has 1 entries", lambda: append(kv, [f.a], taps[:2], [5], [2], token_ids=[1]))
-    f.refused(OverflowError, "too big", lambda: append(kv, [f.a], taps[:3], [5], [3], token_ids=[2**64] * 3))
+    f.refused(ValueError, "expected integers", lambda: append(kv, [f.a], taps[:3], [5], [3], token_ids=[2**64] * 3))
     f.refused(PositionError, "got 2 token_ids", lambda: kv.open(3, [1, 2]))
     f.refused(PositionError, "only at 4", lambda: kv.truncate(f.b, 5))
     f.refused(PositionError, "already at 4", lambda: kv.skip_to(f.b, 3))

@@ -229,7 +229,7 @@ class WindowKVMachine(RuleBasedStateMachine):
         return {p for p in rows if p >= len(history) - self.ring} if self.store else set()
 
     @precondition(lambda self: self.seqs)
-    @rule(data=st.data(), how=st.sampled_from(["close", "reset", "reset to 0"]), start=st.integers(0, 30))
+    @rule(data=st.data(), how=st.sampled_from(["close", "reset", "reset to 0"]), start=st.integers(0, 9))
     def begin_anew(self, data, how, start):
         (seq,) = self.pick(data, 1)
         if how == "close":
