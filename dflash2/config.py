@@ -136,7 +136,7 @@ class DFlash2Config:
         if isinstance(source, dict):
             raw = source
         else:
-            from dflash2.weights import config_file
+            from dflash2.checkpoint_files import config_file
 
             raw = config_file(source)
         return cls(**read_fields(raw))

@@ -7,70 +7,25 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash2._paths import checkpoint_path, packaged_checkpoints
+from dflash2.checkpoint_files import CONFIG, INDEX, MASK_EMBEDDING, WEIGHTS, find
 from dflash2.config import DFlash2Config
 from dflash2.errors import CheckpointError
 
 if TYPE_CHECKING:
     from dflash2.drafter import DFlash2Drafter
 
-__all__ = ["config_file", "load", "save"]
+__all__ = ["load", "save"]
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-MASK_EMBEDDING = ("mask_embedding.safetensors", "mask_embedding.pt")
 LOADABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-HUB_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
 #: Copies of the target's tables that some exports carry. The target's own are used.
 NOT_OURS = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
-
-
-def find(source: str | Path) -> Path:
-    """The folder of a checkpoint: a local folder first, then a packaged one, then the hub.
-
-    Raises:
-        CheckpointError: none of them has it.
-    """
-    path = Path(source).expanduser()
-    if path.exists():
-        return path
-    if str(source) in packaged_checkpoints():
-        return checkpoint_path(str(source))
-    if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
-        raise CheckpointError(
-            f"{source}: no such folder. Give a folder, a hub id like owner/name, or a packaged drafter: "
-            f"{', '.join(packaged_checkpoints()) or 'none'}."
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=HUB_FILES))
-    except Exception as e:  # the hub client raises many kinds: offline, not found, gated, interrupted
-        raise CheckpointError(
-            f"{source}: there is no such folder, and the hub did not give it ({type(e).__name__}: {e}). Check the name "
-            "and the network, or download it and pass the folder."
-        ) from e
-
-
-def config_file(source: str | Path) -> dict[str, Any]:
-    """The parsed ``config.json`` of a folder, a hub id, or the file itself."""
-    path = find(source)
-    path = path / CONFIG if path.is_dir() else path
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: a checkpoint folder holds {CONFIG} and {WEIGHTS}.") from None
-    except (ValueError, OSError) as e:
-        raise CheckpointError(f"{path} cannot be read as JSON: {e}. Copy it again.") from e
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds a {type(raw).__name__}, expected an object.")
-    return raw
 
 
 def load(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash2._paths import packaged_checkpoints
+from dflash2.checkpoint_files import packaged_checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash2 import CheckpointError, ConfigError, DFlash2Config, DFlash2Drafter
 from dflash2 import weights as module
-from dflash2._paths import packaged_checkpoints
+from dflash2.checkpoint_files import packaged_checkpoints
 
 V1 = {"architecture": "DFlashDraftModel"}
 
@@ -463,12 +463,12 @@ def test_no_such_folder(name, monkeypatch, tmp_path):
 
 
 def test_packaged_name(folder, tmp_path, monkeypatch):
-    from dflash2 import _paths
+    from dflash2 import checkpoint_files
 
     packaged = tmp_path / "packaged"
     packaged.mkdir()
     folder.rename(packaged / "some-dflash2")
-    monkeypatch.setattr(_paths, "_CHECKPOINTS", packaged)
+    monkeypatch.setattr(checkpoint_files, "_CHECKPOINTS", packaged)
     monkeypatch.chdir(tmp_path)
     assert_equal(make(), DFlash2Drafter.from_pretrained("some-dflash2"))
     refused("other-dflash2", "some-dflash2")

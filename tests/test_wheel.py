@@ -17,7 +17,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import dflash2
-from dflash2._paths import checkpoint_path, packaged_checkpoints
+from dflash2.checkpoint_files import checkpoint_path, packaged_checkpoints
 site = Path(sys.argv[1]).resolve()
 assert site in Path(dflash2.__file__).resolve().parents, dflash2.__file__
 for name in packaged_checkpoints():
