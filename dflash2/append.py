@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash2.model import DraftNetwork
-from dflash2.positions import host_integers, integers_on_device
+from dflash2.positions import host_integers, integer_ids, integers_on_device
 from dflash2.prefix_store import TokenChain
 from dflash2.window_kv import WindowKV
 
@@ -79,9 +79,11 @@ def append_on_device(
     valid_lengths: Any,
 ) -> None:
     """The same without a look at the numbers: rows of sequences that do not fit go to the page nobody reads."""
-    starts = integers_on_device(start_positions, len(seqs), kv.device)
-    counts = integers_on_device(lengths, len(seqs), kv.device)
-    valid = counts if valid_lengths is None else integers_on_device(valid_lengths, len(seqs), kv.device)
+    starts = integers_on_device("start_positions", start_positions, len(seqs), kv.device)
+    counts = integers_on_device("lengths", lengths, len(seqs), kv.device)
+    valid = counts
+    if valid_lengths is not None:
+        valid = integers_on_device("valid_lengths", valid_lengths, len(seqs), kv.device)
     if not seqs:
         return
     slots, ends = kv.distinct_slots(seqs), counts.cumsum(0)
@@ -102,7 +104,7 @@ def append_on_device(
 def _split_tokens(token_ids: Sequence[int] | Tensor | None, counts: list[int]) -> list[list[int] | None]:
     if token_ids is None:
         return [None] * len(counts)
-    flat = token_ids.flatten().tolist() if isinstance(token_ids, Tensor) else [int(t) for t in token_ids]
+    flat = integer_ids("token_ids", token_ids).flatten().tolist()
     if len(flat) != sum(counts):
         raise ValueError(f"token_ids has {len(flat)} entries: expected one for each of the {sum(counts)} rows.")
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,33 @@ from dflash2.ops.selector_walk import draw, finite, one_hot, selector_walk, temp
 from dflash2.ops.top_candidates import top_candidates
 from dflash2.ops.visibility import block_visible, context_visible
 from dflash2.ops.window_attention import window_attention
-from dflash2.positions import host_integers, on_device
+from dflash2.positions import (
+    as_list,
+    host_integers,
+    integer_ids,
+    integers_on_device,
+    is_integer,
+    on_device,
+    per_request,
+)
 from dflash2.proposal import Proposal
 from dflash2.random import Stream, uniform
 from dflash2.window_kv import WindowKV
 
 __all__ = ["DFlash2Drafter"]
+
+
+class _Borrowed(list[Any]):
+    """What belongs to the target, in a list so that it is not taken for a part of the drafter.
+
+    A deep copy of the drafter shares it too; a pickle leaves it out, and the drafter in it is not bound.
+    """
+
+    def __deepcopy__(self, memo: object) -> _Borrowed:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Borrowed], tuple[()]]:
+        return _Borrowed, ()
 
 
 class DFlash2Drafter(DraftNetwork):
@@ -40,8 +62,8 @@ class DFlash2Drafter(DraftNetwork):
     def __init__(self, config: DFlash2Config, *, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__(config, device=device, dtype=dtype or getattr(torch, config.dtype))
         self.register_buffer("mask_embedding", None, persistent=False)
-        self._embedding: list[Tensor] = []  # lists, so that the target's tensors are not taken for our own parameters
-        self._head: list[LMHead] = []
+        self._embedding: list[Tensor] = _Borrowed()
+        self._head: list[LMHead] = _Borrowed()
 
     # -- making ---------------------------------------------------------------------------------------------------
 
@@ -71,7 +93,7 @@ class DFlash2Drafter(DraftNetwork):
         save(self, Path(path))
 
     def bind_target(self, embed_weight: Tensor | nn.Module, lm_head: Any) -> DFlash2Drafter:
-        """Borrow the target's tables. They are shared, never copied, and are not part of `state_dict`.
+        """Borrow the target's tables. They are shared, never copied: not part of `state_dict`, nor of a pickle.
 
         Args:
             embed_weight: raw rows ``[V', H]``, or the module that owns them as ``weight``; scaling or norms that the
@@ -85,13 +107,16 @@ class DFlash2Drafter(DraftNetwork):
         Raises:
             ConfigError: shapes do not fit this drafter, or the head is all zeros.
         """
-        embedding: Any = embed_weight if isinstance(embed_weight, Tensor) else embed_weight.weight
+        embedding: Any = embed_weight if isinstance(embed_weight, Tensor) else getattr(embed_weight, "weight", None)
+        if not isinstance(embedding, Tensor) or not embedding.is_floating_point():
+            found = getattr(embedding, "dtype", type(embed_weight).__name__)
+            raise ConfigError(f"embed_weight is a {found}: expected the table [V, H] or the module that has it.")
         self._check_table("embed_weight", embedding)
         head = as_lm_head(lm_head)
         weight = getattr(head, "weight", None)
         if isinstance(weight, Tensor):
             self._check_table("lm_head", weight)
-        self._embedding, self._head = [embedding], [head]
+        self._embedding, self._head = _Borrowed([embedding]), _Borrowed([head])
         return self
 
     def _check_table(self, name: str, table: Any) -> None:
@@ -102,7 +127,7 @@ class DFlash2Drafter(DraftNetwork):
                 f"{name} has shape {list(shape)}: this drafter needs [{c.vocab_size}, {c.hidden_size}] (up to "
                 f"{MAX_PADDED_ROWS - 1} padded rows). It was trained for another target."
             )
-        if table.device.type != self.device.type:
+        if table.device != self.device:
             raise ConfigError(
                 f"{name} is on {table.device} and the drafter on {self.device}: they are shared, not copied. Load both "
                 "on one device."
@@ -143,7 +168,7 @@ class DFlash2Drafter(DraftNetwork):
             num_pages: a smaller pool than max_sequences times the worst case.
 
         Raises:
-            CapacityError: the device cannot give the memory.
+            CapacityError: a size is below 1, or the device cannot give the memory.
         """
         return WindowKV(
             self.config, max_sequences=max_sequences, max_tokens=max_tokens, page_size=page_size,
@@ -152,7 +177,6 @@ class DFlash2Drafter(DraftNetwork):
 
     # -- using ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def append(
         self,
         kv: WindowKV,
@@ -173,7 +197,8 @@ class DFlash2Drafter(DraftNetwork):
             start_positions: R absolute positions, each the sequence's next.
             lengths: R numbers of rows.
             valid_lengths: R numbers of rows that count; the rest is a rejected suffix. Default: all.
-            token_ids: ``[sum(lengths)]``, the tokens of the rows; with a prefix store they publish the rows.
+            token_ids: ``[sum(lengths)]``, the tokens of the rows; with a prefix store they publish the rows. Host
+                positions only.
 
         Positions, lengths and valid lengths are host integers (checked before anything runs), or tensors on an
         accelerator: then nothing is copied to the host and nothing raises; a sequence that does not fit (or was not
@@ -182,8 +207,11 @@ class DFlash2Drafter(DraftNetwork):
         Raises:
             PositionError: naming the sequence, the position expected and the one given.
             CapacityError: pages ran out.
+            ConfigError: the KV is another drafter's, or was made before this one changed its dtype or device.
             ValueError: shapes do not fit. After any error the state is what it was.
         """
+        self._check_kv(kv)
+        seqs = as_list("seqs", seqs)
         taps_width = len(self.config.target_layer_ids) * self.config.hidden_size
         if taps.dim() != 2 or taps.shape[1] != taps_width:
             raise ValueError(
@@ -191,12 +219,17 @@ class DFlash2Drafter(DraftNetwork):
                 f"{len(self.config.target_layer_ids)} target layers {list(self.config.target_layer_ids)} of width "
                 f"{self.config.hidden_size}."
             )
-        if any(on_device(x) for x in (start_positions, lengths, valid_lengths)):
-            append_on_device(self, kv, seqs, taps, start_positions, lengths, valid_lengths)
-        else:
-            append_on_host(self, kv, seqs, taps, start_positions, lengths, valid_lengths, token_ids)
+        if not taps.is_floating_point() or taps.device != self.device:
+            raise ValueError(f"taps are {taps.dtype} on {taps.device}: expected hidden states on {self.device}.")
+        on_host = not any(on_device(x) for x in (start_positions, lengths, valid_lengths))
+        if not on_host and token_ids is not None:
+            raise ValueError("token_ids publish rows under host positions only: these are on a device. Leave them out.")
+        with torch.no_grad(), self._own_dtype():
+            if on_host:
+                append_on_host(self, kv, seqs, taps, start_positions, lengths, valid_lengths, token_ids)
+            else:
+                append_on_device(self, kv, seqs, taps, start_positions, lengths, valid_lengths)
 
-    @torch.no_grad()
     def propose(
         self,
         kv: WindowKV,
@@ -216,40 +249,63 @@ class DFlash2Drafter(DraftNetwork):
             start_positions: R absolute positions of the anchors, each the sequence's next. Host integers are checked;
                 a tensor on an accelerator is not copied back, and `Proposal.valid` says where it did not fit.
             num_draft_tokens: k, at most ``block_size - 1``, which is the default.
-            temperature: of the drafts, one for all or one per request; <= 0 is greedy.
+            temperature: of the drafts, one for all or one per request, finite; <= 0 is greedy.
             generator: noise for sampled drafts. Independent of what `verify` draws, even from equal seeds.
 
         Raises:
             PositionError: naming the sequence, the position expected and the one given.
-            ConfigError: no target is bound, or k is out of range.
+            ConfigError: no target is bound, the KV is another drafter's, or k is out of range.
+            ValueError: anchors or temperatures do not fit.
         """
+        self._check_kv(kv)
+        seqs = as_list("seqs", seqs)
         k = self.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        self._check_propose(seqs, k)
+        self._check_propose(k)
         starts, length = self._starts(kv, seqs, start_positions)
         slots = kv.slots(seqs)
-        anchors = torch.as_tensor(anchor_ids, dtype=torch.int64, device=self.device)
-        if anchors.shape != starts.shape:
-            raise ValueError(f"anchor_ids has shape {list(anchors.shape)}: expected one id for each of {len(seqs)}.")
-        in_range = (anchors >= 0) & (anchors < self.config.vocab_size)
-        hidden, has_context = self._block(kv, slots, starts, anchors.where(in_range, 0), k, length)
-        valid = in_range & has_context & hidden.isfinite().flatten(1).all(1) & (kv.next[slots] == starts)
-        rows = torch.nan_to_num(hidden[:, 1:], posinf=0.0, neginf=0.0)
-        return self._choose(rows, anchors.where(in_range, 0), valid, _temperatures(temperature, starts), generator)
+        given = integer_ids("anchor_ids", anchor_ids).to(self.device)
+        if given.shape != starts.shape:
+            raise ValueError(f"anchor_ids has shape {list(given.shape)}: expected one id for each of {len(seqs)}.")
+        in_range = (given >= 0) & (given < self.config.vocab_size)
+        anchors, temperatures = given.where(in_range, 0), _temperatures(temperature, starts)
+        with torch.no_grad(), self._own_dtype():
+            hidden, has_context = self._block(kv, slots, starts, anchors, k, length)
+            valid = in_range & has_context & hidden.isfinite().flatten(1).all(1) & (kv.next[slots] == starts)
+            rows = torch.nan_to_num(hidden[:, 1:], posinf=0.0, neginf=0.0)
+            return self._choose(rows, anchors, valid, temperatures, generator)
 
-    def _check_propose(self, seqs: Sequence[int], k: int) -> None:
+    def _own_dtype(self) -> AbstractContextManager[Any]:
+        """A row depends on its taps and position only, not on a cast that happens to be on around the call."""
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+    def _check_kv(self, kv: WindowKV) -> None:
+        c = self.config
+        if kv.row_shape != (c.num_hidden_layers, c.num_key_value_heads, c.head_dim) or kv.config.windows != c.windows:
+            raise ConfigError(
+                f"this KV holds rows of shape {kv.row_shape} for windows {kv.config.windows}, this drafter has windows "
+                f"{c.windows}: it was made for another drafter. Use this drafter's new_kv()."
+            )
+        if kv.keys.dtype != self.dtype or kv.device != self.device:
+            raise ConfigError(
+                f"this KV holds {kv.keys.dtype} rows on {kv.device} and the drafter is {self.dtype} on {self.device}: "
+                "it was made before the drafter moved. Use new_kv() again."
+            )
+
+    def _check_propose(self, k: int) -> None:
         if not self.is_bound:
             raise ConfigError("no target is bound: call drafter.bind_target(embed_weight, lm_head) first.")
-        if not 0 <= k <= self.config.max_draft_tokens:
+        if not is_integer(k) or not 0 <= k <= self.config.max_draft_tokens:
             raise ConfigError(
-                f"num_draft_tokens={k}: must be in [0, {self.config.max_draft_tokens}], block_size - 1, since row 0 of "
-                f"the block is the anchor (block_size={self.config.block_size})."
+                f"num_draft_tokens={k}: must be a whole number in [0, {self.config.max_draft_tokens}], block_size - 1, "
+                f"since row 0 of the block is the anchor (block_size={self.config.block_size})."
             )
 
     def _starts(self, kv: WindowKV, seqs: Sequence[int], start_positions: Any) -> tuple[Tensor, int]:
         """Start positions on the device, and how many context positions before them are worth gathering."""
         most = kv.ring if self.config.retention is None else min(self.config.retention, kv.ring)
         if on_device(start_positions):
-            return start_positions.to(torch.int64), most
+            return integers_on_device("start_positions", start_positions, len(seqs), self.device), most
         starts = host_integers("start_positions", start_positions, len(seqs))
         kv.check_positions("propose", seqs, starts)
         spans = [kv.span(q) for q in seqs]
@@ -302,7 +358,9 @@ class DFlash2Drafter(DraftNetwork):
         shape = tuple(rows.shape[:2])
         noise = None if temperature is None else uniform(shape, Stream.DRAFT, generator, rows.device)
         if 0 in shape:
-            return Proposal(torch.zeros(shape, dtype=torch.int64, device=rows.device), None, None, valid)
+            none = anchors.new_zeros(*shape, self.config.selector_top_k or self.config.vocab_size)
+            candidates = None if self.candidate_selector is None else none
+            return Proposal(anchors.new_zeros(shape), candidates, None if noise is None else none.float(), valid)
         if self.candidate_selector is None:
             return self._choose_independently(rows, valid, temperature, noise)
         c, flat = self.config, rows.flatten(0, 1)
@@ -339,13 +397,9 @@ def _means_something(best: Tensor) -> Tensor:
 
 def _temperatures(temperature: float | Sequence[float] | Tensor, like: Tensor) -> Tensor | None:
     """fp32 ``[R]`` on the device, or None when every request is known to be greedy."""
-    if isinstance(temperature, int | float):
-        return None if temperature <= 0 else torch.full(like.shape, float(temperature), device=like.device)
-    t = torch.as_tensor(temperature, dtype=torch.float32)
-    if t.shape not in ((), like.shape):
-        raise ValueError(
-            f"temperature has shape {list(t.shape)}: expected a number or one for each of {like.shape[0]}."
-        )
-    if not on_device(t) and not bool((t > 0).any()):
+    t = per_request("temperature", temperature, like.shape[0])
+    if on_device(t):
+        return t.to(like.device).expand(like.shape)
+    if not bool((t > 0).any()):
         return None
-    return t.to(like.device).expand(like.shape)
+    return t.to(like.device) if t.dim() else torch.full(like.shape, float(t), device=like.device, dtype=torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import ConfigError
+from dflash2.positions import integer_ids, is_integer
 from dflash2.proposal import Proposal
 from dflash2.target import TargetRunner, misfits
 from dflash2.verification import verify
@@ -123,6 +124,7 @@ def generate(
     if streamer is not None and len(input_ids) != 1:
         raise ValueError(f"a streamer takes one request, input_ids has {len(input_ids)}. Leave it out, or loop.")
     _check_pair(target, drafter)
+    _check_range(target, prompts)
     stops = _stop_ids(target, eos_token_id)
     generators = _generators(seed, input_ids.device)
     loop = _Loop(target, drafter, stops, max_new_tokens, (temperature, top_p, top_k), k, generators, streamer)
@@ -246,8 +248,9 @@ def _right_aligned(input_ids: Tensor, attention_mask: Tensor | None, budget: int
     """Tokens ``[R, S]`` with all padding on the left, and how many of each row are real; the longest has no padding."""
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}: expected [requests, tokens], both at least 1.")
-    if budget < 1:
-        raise ValueError(f"max_new_tokens={budget}: must be at least 1.")
+    integer_ids("input_ids", input_ids)
+    if not is_integer(budget) or budget < 1:
+        raise ValueError(f"max_new_tokens={budget!r}: must be a whole number of at least 1.")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if mask.shape != input_ids.shape or not bool(mask.any(1).all()):
         raise ValueError(f"attention_mask {list(mask.shape)} must match input_ids and leave each request a token.")
@@ -265,8 +268,8 @@ def _check_sampling(temperature: float, top_p: float, top_k: int, k: int, most: 
             f"temperature={temperature}, top_p={top_p}, top_k={top_k}: expected temperature >= 0, 0 < top_p <= 1 and "
             "top_k >= 0."
         )
-    if not 0 <= k <= most:
-        raise ConfigError(f"num_draft_tokens={k}: expected 0 (plain decoding) to {most}, the trained block_size - 1.")
+    if not is_integer(k) or not 0 <= k <= most:
+        raise ConfigError(f"num_draft_tokens={k!r}: expected 0 (plain decoding) to {most}, the trained block_size - 1.")
 
 
 def _check_pair(target: Any, drafter: DFlash2Drafter) -> None:
@@ -286,8 +289,15 @@ def _stop_ids(target: Any, eos_token_id: int | Sequence[int] | None) -> set[int]
         eos_token_id = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
     if eos_token_id is None:
         return set()
-    ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    return {int(i) for i in ids if int(i) >= 0}
+    ids = list(eos_token_id) if isinstance(eos_token_id, Set) else eos_token_id
+    return {i for i in integer_ids("eos_token_id", ids).flatten().tolist() if i >= 0}
+
+
+def _check_range(target: Any, prompts: Tensor) -> None:
+    """On a GPU an id without a row in the embedding would take the process down."""
+    rows, (low, high) = target.config.get_text_config().vocab_size, (int(x) for x in prompts.aminmax())
+    if low < 0 or high >= rows:
+        raise ValueError(f"input_ids hold {low} to {high}, padding included: expected ids in [0, {rows}).")
 
 
 def _pad_id(target: Any, stops: set[int]) -> int:

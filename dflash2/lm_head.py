@@ -100,15 +100,15 @@ class Int8LMHead(nn.Module, _TopFromLogits):
         """Quantise a head.
 
         Args:
-            linear: ``[V', H]`` with or without bias.
+            linear: ``[V', H]`` with or without bias; a tied embedding module is one without.
             free_source: release the 16-bit weight afterwards; ``linear`` is then empty and must be replaced.
 
         Raises:
-            ConfigError: the weight is all zeros, or is to be freed while something else still reads it.
+            ConfigError: the weight is all zeros or not finite, or is to be freed while something else still reads it.
         """
         source = linear.weight
-        if not bool(source.any()):
-            raise ConfigError("the head's weight is all zeros: it was never loaded.")
+        if not source.is_floating_point() or not bool(source.any()):
+            raise ConfigError("the head's weight is all zeros or already integers: load the 16-bit head first.")
         others = _other_owners(linear) if free_source else 0
         if others:
             raise ConfigError(
@@ -123,15 +123,25 @@ class Int8LMHead(nn.Module, _TopFromLogits):
             scale[i : i + CHUNK_ROWS] = largest / 127
             inverse = torch.where(largest > 0, 127 / largest, 0.0)
             weight[i : i + CHUNK_ROWS] = (rows * inverse[:, None]).round().to(torch.int8)
-        bias = None if linear.bias is None else linear.bias.detach()
+        if not bool(scale.isfinite().all()):
+            raise ConfigError("the head's weight holds NaN or infinity: the file it came from is damaged.")
+        bias = getattr(linear, "bias", None)
+        bias = None if bias is None else bias.detach()
         if free_source:
             linear.weight = nn.Parameter(source.new_empty(0, source.shape[1]), requires_grad=False)
         return cls(weight, scale, bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` -> logits ``[..., V']`` in hidden's dtype."""
-        flat = hidden.flatten(0, -2)
-        return self.logits(flat, self.weight.shape[0]).to(hidden.dtype).unflatten(0, hidden.shape[:-1])
+        logits = self.logits(hidden.reshape(-1, hidden.shape[-1]), self.weight.shape[0])
+        return logits.to(hidden.dtype).view(*hidden.shape[:-1], logits.shape[-1])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8LMHead:
+        """A cast of the model around it moves the scales and leaves them in fp32."""
+        scale = self.scale
+        super()._apply(fn, recurse)
+        self.scale = scale.to(self.scale.device)
+        return self
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """See `LMHead`; fp32."""
@@ -165,6 +175,8 @@ def as_lm_head(head: Any) -> LMHead:
     """
     if hasattr(head, "top") and hasattr(head, "logits"):
         return head
+    if isinstance(head, Tensor) and not head.is_floating_point():
+        raise ConfigError(f"lm_head is a {head.dtype} weight: an integer head needs its scales, as in Int8LMHead.")
     if isinstance(head, Tensor):
         return DenseLMHead(head)
     if type(head) is nn.Linear or isinstance(head, nn.Embedding):  # tied: the rows as they are

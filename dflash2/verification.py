@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dflash2.ops.selector_walk import draw
+from dflash2.positions import on_device, per_request
 from dflash2.proposal import Proposal
 from dflash2.random import Stream, uniform
 
 __all__ = ["Verification", "target_probabilities", "verify"]
 
-PerRequest = float | Tensor
+PerRequest = float | Sequence[float] | Tensor
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def verify(
     target_logits: Tensor,
     temperature: PerRequest = 0.0,
     top_p: PerRequest = 1.0,
-    top_k: int | Tensor = 0,
+    top_k: PerRequest = 0,
     generator: torch.Generator | None = None,
 ) -> Verification:
     """Accept drafts so that the output follows the target alone.
@@ -51,7 +53,8 @@ def verify(
         generator: noise. Independent of the drafts' even from an equal seed.
 
     Raises:
-        ValueError: the logits do not have k+1 rows for each request, or a setting has another number of entries.
+        ValueError: the logits do not have k+1 rows for each request, or a setting is not finite or has another number
+            of entries.
     """
     tokens = proposal.tokens
     requests, k = tokens.shape
@@ -60,15 +63,14 @@ def verify(
             f"target_logits has shape {list(target_logits.shape)}: expected [{requests}, {k + 1}, V], the anchor's row "
             "and one for each draft."
         )
-    for name, value in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k)):
-        if isinstance(value, Tensor) and value.shape not in ((), (requests,)):
-            raise ValueError(f"{name} has shape {list(value.shape)}: expected a number or one for each of {requests}.")
+    t = per_request("temperature", temperature, requests)
+    top_p, top_k = per_request("top_p", top_p, requests), per_request("top_k", top_k, requests)
     best = target_logits.argmax(-1)
     greedy_accepted = _leading(tokens.eq(best[:, :k]) & proposal.valid[:, None])
     greedy_next = best.gather(1, greedy_accepted[:, None])[:, 0]
-    t = torch.as_tensor(temperature, dtype=torch.float32, device=tokens.device).expand(requests)
-    if isinstance(temperature, int | float) and temperature <= 0:
+    if not on_device(t) and not bool((t > 0).any()):
         return Verification(greedy_accepted, greedy_next)
+    t = t.to(tokens.device).expand(requests)
     p = target_probabilities(target_logits, t.where(t > 0, 1.0), top_p, top_k)
     accepted = _leading(_stands(proposal, p, generator) & proposal.valid[:, None])
     residual = _residual(proposal, p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0], accepted)
@@ -77,7 +79,7 @@ def verify(
 
 
 def target_probabilities(
-    logits: Tensor, temperature: PerRequest = 1.0, top_p: PerRequest = 1.0, top_k: int | Tensor = 0
+    logits: Tensor, temperature: PerRequest = 1.0, top_p: PerRequest = 1.0, top_k: PerRequest = 0
 ) -> Tensor:
     """Temperature, then top-k, softmax, and top-p renormalised; ties at a cut keep the lower id.
 
@@ -89,12 +91,14 @@ def target_probabilities(
         fp32, logits' shape. A row without a finite entry is all zeros.
     """
     shape = (-1,) + (1,) * (logits.dim() - 1)
-    t, p, k = (torch.as_tensor(x, device=logits.device).reshape(shape) for x in (temperature, top_p, top_k))
+    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    t, p, k = (per_request(name, x, logits.shape[0]) for name, x in settings.items())
+    whole = not (on_device(p) or on_device(k)) and bool((p >= 1).all() and (k <= 0).all())
+    t, p, k = (x.to(logits.device).reshape(shape) for x in (t, p, k))
     scores = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
     scores = (scores - scores.amax(-1, keepdim=True)) / t  # the best is 0: no temperature can overflow it
     probabilities = torch.softmax(scores, -1).nan_to_num(0.0)
-    scalar = not any(isinstance(x, Tensor) for x in (top_p, top_k))
-    if scalar and float(top_p) >= 1.0 and int(top_k) <= 0:
+    if whole:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)

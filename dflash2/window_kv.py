@@ -17,7 +17,7 @@ from torch import Tensor
 from dflash2.config import DFlash2Config
 from dflash2.errors import CapacityError, ConfigError, PositionError
 from dflash2.pages import NOT_STORED, PagePool
-from dflash2.positions import whole_number
+from dflash2.positions import as_list, integer_ids, is_integer, whole_number
 from dflash2.prefix_store import PrefixStore, TokenChain
 from dflash2.spans import Spans, cut, merge, runs
 
@@ -42,6 +42,9 @@ class SequenceState:
     tokens: list[int] | None = None
 
 
+torch.serialization.add_safe_globals([SequenceState])  # torch.load takes it without weights_only=False
+
+
 @dataclass
 class _Sequence:
     slot: int
@@ -64,6 +67,7 @@ class WindowKV(PagePool):
         faults: int64 ``[max_sequences]`` on the device, appends whose device-side positions did not fit.
     """
 
+    @torch.inference_mode(False)  # an inference tensor could not be written to outside of that mode
     def __init__(
         self,
         config: DFlash2Config,
@@ -76,9 +80,12 @@ class WindowKV(PagePool):
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        for name, value in (("max_sequences", max_sequences), ("max_tokens", max_tokens), ("page_size", page_size)):
-            if value < 1:
-                raise CapacityError(f"{name}={value}: must be at least 1.")
+        sizes = {"max_sequences": max_sequences, "max_tokens": max_tokens, "page_size": page_size}
+        sizes |= {"prefix_store_bytes": prefix_store_bytes} | ({} if num_pages is None else {"num_pages": num_pages})
+        for name, value in sizes.items():
+            least = 0 if name == "prefix_store_bytes" else 1
+            if not is_integer(value) or value < least:
+                raise CapacityError(f"{name}={value!r}: must be a whole number of at least {least}.")
         ring_pages = -(-max_tokens // page_size)
         if config.retention is not None:
             ring_pages = min(ring_pages, -(-(config.retention + 1) // page_size) + 2)
@@ -225,6 +232,7 @@ class WindowKV(PagePool):
         Raises:
             CapacityError: not enough pages; nothing was reserved.
         """
+        seqs, up_to = as_list("seqs", seqs), as_list("up_to", up_to)
         sequences = self._distinct(seqs)
         if len(up_to) != len(sequences):
             raise PositionError(f"reserve: {len(sequences)} sequences but {len(up_to)} bounds.")
@@ -248,7 +256,7 @@ class WindowKV(PagePool):
         """Open a sequence that holds the exported rows.
 
         Raises:
-            ConfigError: the rows are another drafter's.
+            ConfigError: the rows are another drafter's, or not as `export_state` gives them.
             CapacityError: no free sequence or not enough pages.
         """
         layers, heads, head_dim = self.row_shape
@@ -263,7 +271,7 @@ class WindowKV(PagePool):
             self._check_fits(seq, s, s.next)
             s.spans = spans = cut(s.spans, s.next - self.ring, s.next)
             self._own([(s, a, b) for a, b in spans])
-        except CapacityError:
+        except BaseException:
             self.close(seq)
             raise
         kept = state.positions >= s.next - self.ring
@@ -445,6 +453,8 @@ def _position(value: int) -> int:
 
 def _check_imported(state: SequenceState) -> None:
     """Rows come from outside: a position that is twice there or not before ``next_position`` would become readable."""
+    if state.positions.dtype != torch.int64:
+        raise ConfigError(f"imported positions are {state.positions.dtype}: expected int64. Export the state again.")
     found, end = state.positions.tolist(), _position(state.next_position)
     if found and (found[0] < 0 or found[-1] >= end or any(a >= b for a, b in pairwise(found))):
         raise ConfigError(
@@ -458,6 +468,4 @@ def _check_imported(state: SequenceState) -> None:
 
 
 def _token_list(token_ids: Sequence[int] | Tensor | None) -> list[int] | None:
-    if isinstance(token_ids, Tensor):
-        return token_ids.flatten().tolist()
-    return None if token_ids is None else [int(t) for t in token_ids]
+    return None if token_ids is None else integer_ids("token_ids", token_ids).flatten().tolist()
