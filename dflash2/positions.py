@@ -46,9 +46,9 @@ def whole_number(name: str, value: Any) -> int:
     """
     try:
         number = -1 if isinstance(value, bool) else int(value)
-    except (TypeError, ValueError, OverflowError):  # None, words, NaN, infinity
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # None, words, NaN, several numbers, infinity
         number = -1
-    if number != value or not 0 <= number < MAX_POSITION:
+    if not 0 <= number < MAX_POSITION or number != value:
         raise PositionError(f"{name} holds {value!r}: expected whole numbers >= 0 (below 2^62).")
     return number
 

@@ -312,7 +312,7 @@ class WindowKV(PagePool):
         """
         wanted = []
         for seq, s, n in zip(seqs, self._distinct(seqs), lengths, strict=True):
-            end = s.next + n
+            end = _position(s.next + n)
             self._check_fits(seq, s, end)
             wanted.append((s, max(s.next, end - self.ring), end))
         self._own(wanted)
