@@ -315,7 +315,7 @@ class DFlash2Drafter(DraftNetwork):
     def _block(
         self, kv: WindowKV, slots: Tensor, starts: Tensor, anchors: Tensor, k: int, length: int
     ) -> tuple[Tensor, Tensor]:
-        """Final hidden states ``[R, k+1, H]`` and whether any context row is visible, ``[R]``."""
+        """Final hidden states ``[R, k+1, H]`` and whether any context row is visible (if any can be), ``[R]``."""
         c = self.config
         positions = starts[:, None] + torch.arange(k + 1, device=starts.device)
         rows, keys_at, there = kv.context(slots, starts, length)
@@ -331,7 +331,10 @@ class DFlash2Drafter(DraftNetwork):
             mask = masks[c.windows[layer], c.causal[layer]]
             return window_attention(q, k_rows, v_rows, kv.keys[layer][rows], kv.values[layer][rows], mask)
 
-        seen = torch.stack([m[..., :length].flatten(1).any(1) for m in masks.values()]).any(0)
+        if c.retention == 0:  # windows of one: no layer looks at context
+            seen = torch.ones_like(starts, dtype=torch.bool)
+        else:
+            seen = torch.stack([m[..., :length].flatten(1).any(1) for m in masks.values()]).any(0)
         return self(self.embed(anchors, k), positions, attend), seen
 
     def embed(self, anchors: Tensor, k: int) -> Tensor:
@@ -367,10 +370,7 @@ class DFlash2Drafter(DraftNetwork):
         ids, raw = self._head[0].top(flat, c.vocab_size, c.selector_top_k)
         ids, raw = ids.unflatten(0, shape), raw.unflatten(0, shape)
         valid, unary = valid & _means_something(raw[..., 0]), finite(self.shape_logits(raw))
-        gate = self.candidate_selector.hidden_projection(rows)
-        scores = self.candidate_selector.pair_scores
-        first = unary[:, 0] + scores(gate[:, 0], anchors[:, None], ids[:, 0])[:, 0]
-        edges = unary[:, 1:, None] + scores(gate[:, 1:], ids[:, :-1], ids[:, 1:])
+        first, edges = self.candidate_selector.path_scores(rows, anchors, ids, unary)
         index, q = selector_walk(first, edges, temperature, noise)
         return Proposal(ids.gather(-1, index[..., None])[..., 0], ids, q, valid)
 

@@ -647,9 +647,15 @@ def test_recurrent_targets_are_refused():
     ("changes", "words"),
     [
         ({"num_target_layers": 5}, "another target.*num_target_layers: drafter 5, target 4"),
-        ({"num_target_layers": None, "target_layer_ids": (1, 4)}, r"another target.*target_layer_ids: \[1, 4\], target has layers 0 to 3"),
+        (
+            {"num_target_layers": None, "target_layer_ids": (1, 4)},
+            r"another target.*target_layer_ids: \[1, 4\], target has layers 0 to 3",
+        ),
         ({"vocab_size": V + 1}, "another target.*vocab_size: drafter 51, target 50"),
-        ({"vocab_size": 20, "mask_token_id": 3, "hidden_size": 16}, "another target.*hidden_size: drafter 16, target 32"),
+        (
+            {"vocab_size": 20, "mask_token_id": 3, "hidden_size": 16},
+            "another target.*hidden_size: drafter 16, target 32",
+        ),
     ],
     ids=str,
 )
