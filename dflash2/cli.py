@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     _pair(demo, dtype="float32")
     demo.add_argument("--prompt", action="append", help="ask this instead; may be repeated")
     demo.add_argument("--max-new-tokens", type=_at_least_1, default=128, help="per answer (default: %(default)s)")
+    demo.add_argument("--repeats", type=_at_least_1, default=1, help="decode each answer so often, for steadier times")
     demo.add_argument("--json", type=Path, help="write the numbers to this file")
     demo.set_defaults(run=_demo)
 
@@ -90,7 +91,7 @@ def _demo(args: argparse.Namespace) -> int:
         raise dflash2.ConfigError(f"--json {args.json}: there is no such folder to write to. Make it first.")
     pair = load_pair(args.target, args.drafter, args.device, args.dtype)
     prompts = [(f"prompt {i + 1}", p) for i, p in enumerate(args.prompt or [])] or PROMPTS
-    return 0 if run_demo(*pair, prompts, args.max_new_tokens, args.json) else FAILED
+    return 0 if run_demo(*pair, prompts, args.max_new_tokens, args.repeats, args.json) else FAILED
 
 
 def _prompt(args: argparse.Namespace) -> str:

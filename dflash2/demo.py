@@ -17,6 +17,7 @@ from dflash2.comparison import Difference, first_difference
 from dflash2.drafter import DFlash2Drafter
 from dflash2.generation import generate
 from dflash2.prompts import prompt_ids
+from dflash2.provenance import provenance
 
 __all__ = ["PROMPTS", "Answer", "run_demo"]
 
@@ -29,7 +30,12 @@ PROMPTS = (
 
 @dataclass
 class Answer:
-    """One prompt, decoded twice."""
+    """One prompt, decoded with and without drafts.
+
+    Attributes:
+        plain_s, drafted_s: wall-clock seconds of each repetition; the two alternate.
+        difference: where the outputs part; None if they are the same.
+    """
 
     name: str
     prompt: str
@@ -37,9 +43,14 @@ class Answer:
     tokens: int
     acceptance_length: float
     target_passes: int
-    plain_s: float
-    drafted_s: float
+    plain_s: list[float]
+    drafted_s: list[float]
     difference: Difference | None
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as plain decoding, median over the repetitions."""
+        return statistics.median(p / d for p, d in zip(self.plain_s, self.drafted_s, strict=True))
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
@@ -56,12 +67,18 @@ def _plain(target: Any, ids: Tensor, max_new_tokens: int) -> list[int]:
     return out[0, ids.shape[1] :].tolist()
 
 
-def answer(target: Any, tokenizer: Any, drafter: DFlash2Drafter, name: str, prompt: str, max_new_tokens: int) -> Answer:
+def answer(
+    target: Any, tokenizer: Any, drafter: DFlash2Drafter, name: str, prompt: str, max_new_tokens: int, repeats: int = 1
+) -> Answer:
     """Decode greedily without and with drafts, one after the other in this process, and compare."""
     device = drafter.device
     ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=device)
-    plain, plain_s = _timed(lambda: _plain(target, ids, max_new_tokens), device)
-    drafted, drafted_s = _timed(lambda: generate(target, drafter, ids, max_new_tokens=max_new_tokens), device)
+    plain_s, drafted_s = [], []
+    for _ in range(repeats):
+        plain, seconds = _timed(lambda: _plain(target, ids, max_new_tokens), device)
+        plain_s.append(seconds)
+        drafted, seconds = _timed(lambda: generate(target, drafter, ids, max_new_tokens=max_new_tokens), device)
+        drafted_s.append(seconds)
     tokens = drafted.sequences[0, ids.shape[1] :].tolist()
     return Answer(
         name, prompt, tokenizer.decode(tokens, skip_special_tokens=True).strip(), len(tokens),
@@ -76,6 +93,7 @@ def run_demo(
     drafter: DFlash2Drafter,
     prompts: Sequence[tuple[str, str]] = PROMPTS,
     max_new_tokens: int = 128,
+    repeats: int = 1,
     json_path: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> bool:
@@ -83,6 +101,8 @@ def run_demo(
 
     Args:
         prompts: (name, text) pairs.
+        max_new_tokens: per answer.
+        repeats: how often to decode each answer; times are medians.
         json_path: where to write the numbers, if anywhere.
         say: takes each line.
 
@@ -93,11 +113,14 @@ def run_demo(
     answers = []
     for name, prompt in prompts:
         say(f"\n[{name}] {prompt}")
-        answers.append(answer(target, tokenizer, drafter, name, prompt, max_new_tokens))
+        answers.append(answer(target, tokenizer, drafter, name, prompt, max_new_tokens, repeats))
         say("\n".join(f"    {line}" for line in answers[-1].text.splitlines()))
     _table(answers, drafter.device, say)
     if json_path is not None:
-        json_path.write_text(json.dumps([asdict(a) for a in answers], indent=2) + "\n")
+        settings = {"max_new_tokens": max_new_tokens, "dtype": str(drafter.dtype), "threads": torch.get_num_threads()}
+        rows = [{**asdict(a), "ratio": round(a.ratio, 3)} for a in answers]
+        report = {"answers": rows, "settings": settings, "provenance": provenance(drafter.device)}
+        json_path.write_text(json.dumps(report, indent=2) + "\n")
     return not any(a.difference for a in answers)
 
 
@@ -105,12 +128,11 @@ def _table(answers: Sequence[Answer], device: torch.device, say: Callable[[str],
     say(f"\n{'':12}{'tokens':>7}{'acceptance':>12}{'target passes':>15}{'plain tok/s':>13}{'drafted':>10}{'ratio':>8}")
     for a in answers:
         share = f"{a.target_passes} of {a.tokens}"
-        ratio = a.plain_s / a.drafted_s
-        plain, drafted = a.tokens / a.plain_s, a.tokens / a.drafted_s
+        plain, drafted = (a.tokens / statistics.median(s) for s in (a.plain_s, a.drafted_s))
         say(
-            f"{a.name:12}{a.tokens:>7}{a.acceptance_length:>12.2f}{share:>15}{plain:>13.1f}{drafted:>10.1f}{ratio:>7.2f}x"
+            f"{a.name:12}{a.tokens:>7}{a.acceptance_length:>12.2f}{share:>15}{plain:>13.1f}{drafted:>10.1f}{a.ratio:>7.2f}x"
         )
-    ratio = statistics.median(a.plain_s / a.drafted_s for a in answers)
+    ratio = statistics.median(a.ratio for a in answers)
     tokens, passes = sum(a.tokens for a in answers), sum(a.target_passes for a in answers)
     say("\nacceptance: tokens per verify pass, the target's own bonus token included")
     say(f"target passes saved: {tokens - passes} of {tokens} ({1 - passes / tokens:.0%})")

@@ -340,15 +340,19 @@ def test_chat_template(pair, tmp_path, capsys):
 def test_demo(pair, tmp_path, capsys):
     numbers = tmp_path / "demo.json"
     argv = ["demo", "--target", pair[0], "--drafter", pair[1], "--max-new-tokens", "10", "--json", str(numbers)]
+    argv += ["--repeats", "2"]
     code, out, _ = run(capsys, *argv, "--prompt", PROMPT, "--prompt", "w2 w3")
     assert code == 0
     assert out.splitlines()[-1] == "outputs identical to plain greedy decoding: yes, 2 of 2 answers"
     assert expected(pair, PROMPT, 10) in out.replace("\n    ", " ")
     for words in ("acceptance: tokens per verify pass", "target passes saved", "plain tok/s", "[prompt 1]", "ratio"):
         assert words in out
-    rows = json.loads(numbers.read_text())
+    report = json.loads(numbers.read_text())
+    assert report["settings"]["max_new_tokens"] == 10
+    assert report["provenance"]["device"] == "cpu"
+    rows = report["answers"]
     assert [r["prompt"] for r in rows] == [PROMPT, "w2 w3"]
-    assert all(r["tokens"] == 10 and r["difference"] is None and r["plain_s"] > 0 for r in rows)
+    assert all(r["tokens"] == 10 and r["difference"] is None and len(r["plain_s"]) == 2 for r in rows)
 
 
 def test_demo_has_three_prompts(pair, capsys):
