@@ -9,40 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from dflash2.config import DFlash2Config
-from dflash2.errors import CapacityError, ConfigError, PositionError
+from dflash2.errors import CapacityError, PositionError
 from dflash2.pages import NOT_STORED, PagePool
 from dflash2.positions import as_list, integer_ids, is_integer, whole_number
 from dflash2.prefix_store import PrefixStore, TokenChain
+from dflash2.sequence_state import SequenceState
 from dflash2.spans import Spans, cut, merge, runs
 
-__all__ = ["SequenceState", "WindowKV"]
-
-
-@dataclass
-class SequenceState:
-    """One sequence's rows, on the CPU: what `WindowKV.export_state` gives and `import_state` takes.
-
-    Attributes:
-        next_position: where the next append must start.
-        positions: int64 ``[N]``, ascending.
-        keys, values: ``[L, N, nkv, hd]``.
-        tokens: ids of positions 0 .. next-1 where they are all known, else None.
-    """
-
-    next_position: int
-    positions: Tensor
-    keys: Tensor
-    values: Tensor
-    tokens: list[int] | None = None
-
-
-torch.serialization.add_safe_globals([SequenceState])  # torch.load takes it without weights_only=False
+__all__ = ["WindowKV"]
 
 
 @dataclass
@@ -259,11 +238,7 @@ class WindowKV(PagePool):
             ConfigError: the rows are another drafter's, or not as `export_state` gives them.
             CapacityError: no free sequence or not enough pages.
         """
-        layers, heads, head_dim = self.row_shape
-        expected = (layers, len(state.positions), heads, head_dim)
-        if tuple(state.keys.shape) != expected or tuple(state.values.shape) != expected:
-            raise ConfigError(f"imported rows have shape {tuple(state.keys.shape)}, this drafter expects {expected}.")
-        _check_imported(state)
+        state.check(self.row_shape)
         seq = self.open(state.next_position)
         s = self._sequences[seq]
         try:
@@ -449,22 +424,6 @@ class WindowKV(PagePool):
 
 def _position(value: int) -> int:
     return whole_number("position", value)
-
-
-def _check_imported(state: SequenceState) -> None:
-    """Rows come from outside: a position that is twice there or not before ``next_position`` would become readable."""
-    if state.positions.dtype != torch.int64:
-        raise ConfigError(f"imported positions are {state.positions.dtype}: expected int64. Export the state again.")
-    found, end = state.positions.tolist(), _position(state.next_position)
-    if found and (found[0] < 0 or found[-1] >= end or any(a >= b for a, b in pairwise(found))):
-        raise ConfigError(
-            f"imported positions {found[:3]}..{found[-3:]} must ascend within [0, next_position={end}). Export "
-            "the state again."
-        )
-    if state.tokens is not None and len(state.tokens) != end:
-        raise ConfigError(
-            f"imported state has {len(state.tokens)} tokens: expected those of positions 0 to {end - 1}, or None."
-        )
 
 
 def _token_list(token_ids: Sequence[int] | Tensor | None) -> list[int] | None:
