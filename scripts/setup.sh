@@ -141,6 +141,10 @@ install_package() {
         say "installing triton, whose interpreter runs the kernels' tests on the CPU"
         pip install --quiet --no-deps triton
     fi
+    if [ "$MODE" = test ]; then
+        say "installing dflash, the published implementation that the tests compare with"
+        pip install --quiet --no-deps dflash==0.1.0  # without its dependencies: it pins torch and all others
+    fi
 }
 
 if [ -n "${DFLASH2_PYTHON:-}" ]; then
