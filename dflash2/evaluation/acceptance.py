@@ -220,10 +220,16 @@ def _template(tokenizer: Any) -> str | None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure a drafter's acceptance length by generating.")
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash2.evaluation.acceptance",
+        description="Measure a drafter's acceptance length by generating.",
+    )
     parser.add_argument("--target", default="smollm2-135m", help="folder, hub id or name (default: %(default)s)")
     parser.add_argument("--drafter", default="smollm2-135m-dflash2", help="the same for the drafter")
-    parser.add_argument("--prompts", required=True, nargs="+", metavar="NAME=FILE", help="JSONL files with turns")
+    parser.add_argument(
+        "--prompts", required=True, nargs="+", metavar="NAME=FILE",
+        help='JSONL files of lines like {"turns": ["the prompt"]}, "system" optional',
+    )  # fmt: skip
     parser.add_argument("--out", required=True, type=Path, help="JSON report")
     parser.add_argument("--limit", type=int, default=0, help="first so many prompts of each file; 0: all")
     parser.add_argument("--max-new-tokens", type=int, default=256)

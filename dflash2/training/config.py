@@ -25,12 +25,13 @@ class TrainConfig:
 
     Attributes:
         target: name, folder or hub id of the frozen target.
-        shards: token shards (``.npz``), paths or glob patterns.
+        shards: token shards (``.npz``) as dflash2.training.synth writes them, paths or glob patterns.
         out: folder for weights, config.json, metrics.jsonl and the resume state.
-        drafter: fields of `DFlash2Config` that differ from what `drafter_config` derives from the target.
+        drafter: fields of `DFlash2Config` that differ from what `drafter_config` derives from the target. Required:
+            drafter.mask_token_id, an id that the target's text does not contain.
         row_tokens: S, tokens per packed row; longer documents are left out.
         rows_per_step: packed rows per step.
-        anchors_per_step: blocks per step, drawn from the answers in these rows.
+        anchors_per_step: blocks per step, drawn from the answers in these rows; a multiple of tile.
         tile: neighbouring anchors that share one slab of context.
         gamma: decay of the rows' weights; about B/2.
         hard_weight: share of the loss against the gold token, the rest against the target's distribution.
@@ -45,12 +46,12 @@ class TrainConfig:
         ema: decay of the average that is saved and evaluated; 0 saves the weights themselves.
         init_layers: start the layers from the target's last ones.
         init_from: folder, name or hub id of a drafter of the same configuration to start from instead; empty for none.
-        max_steps: end of the run, and of the schedule; 0 for none.
+        max_steps: end of the run, and of the schedule; 0 for none. This or max_seconds is required.
         max_seconds: the same by the clock, training time only (resumed runs count on); 0 for none. With both, whichever
             is further along sets the schedule.
         pause_seconds: save and end this process after so long; the same command goes on. 0 for none.
         seed: of data order, anchors and initial weights.
-        device: as torch names it.
+        device: as torch names it; without a GPU, cpu.
         dtype: of target and working weights, ``bfloat16`` or ``float32``. Masters are fp32.
         head_chunk: rows of logits in memory at a time.
         compile: run norms, MLPs and convolutions through torch.compile.
@@ -208,5 +209,8 @@ def drafter_config(target: Any, overrides: dict[str, Any]) -> DFlash2Config:
         raise ConfigError(f"drafter: unknown fields {unknown}.")
     values |= overrides
     if "mask_token_id" not in values:
-        raise ConfigError("drafter.mask_token_id is missing: choose an id that the target's text does not contain.")
+        raise ConfigError(
+            "drafter.mask_token_id is missing: choose an id that the target's text does not contain, and set it with "
+            "--set drafter.mask_token_id=ID."
+        )
     return DFlash2Config(**values)

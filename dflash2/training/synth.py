@@ -182,21 +182,43 @@ def _shares(text: str) -> dict[float, float]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Let the target answer chat prompts, and keep the tokens.")
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash2.training.synth",
+        description="Let the target, one of Llama's architecture, answer chat prompts, and keep the tokens as shards "
+        "for dflash2.training.train.",
+    )
     parser.add_argument("--target", required=True, help="folder, hub id or name of the target")
-    parser.add_argument("--prompts", required=True, nargs="+", help="JSONL files, gzipped or not")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        nargs="+",
+        help='JSONL files, gzipped or not, of lines like {"turns": ["the prompt"]}, "system" optional',
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder for the shards; finished ones are kept")
-    parser.add_argument("--name", default="synth", help="first part of the shards' names")
-    parser.add_argument("--rows", type=int, default=1536, help="requests in flight")
-    parser.add_argument("--shard", type=int, default=10000, help="requests per shard")
-    parser.add_argument("--max-prompt", type=int, default=1024, help="longer prompts are left out (tokens)")
-    parser.add_argument("--max-new-tokens", type=int, default=400)
-    parser.add_argument("--temperatures", type=_shares, default=_shares("0:0.6,0.7:0.25,1:0.15"), help="T:share,...")
+    parser.add_argument("--name", default="synth", help="first part of the shards' names (default: %(default)s)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=1536,
+        help="requests in flight; costs memory and time even if idle: 16 to 64 on a CPU (default: %(default)s)",
+    )
+    parser.add_argument("--shard", type=int, default=10000, help="requests per shard (default: %(default)s)")
+    parser.add_argument(
+        "--max-prompt", type=int, default=1024, help="longer prompts are left out (tokens) (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=400, help="longest answer, in tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperatures", type=_shares, default="0:0.6,0.7:0.25,1:0.15", help="T:share,... (default: %(default)s)"
+    )
     parser.add_argument(
         "--max-seconds", type=float, default=0, help="stop then and write what is finished; 0: no limit"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling and of the order (default: %(default)s)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda ... (default: %(default)s)"
+    )
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel from Python")
     return parser.parse_args(argv)
 
