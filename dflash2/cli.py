@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import dflash2
+from dflash2.command import run_command
 
 __all__ = ["main"]
 
-USER_ERROR, FAILED = 2, 1
+FAILED = 1
 PAIR_HELP = "a folder, a hub id like owner/name, or the name of what ships with the package (default: %(default)s)"
 EXAMPLES = """examples:
   dflash2 demo                                       answers from the embedded model, drafted and verified
@@ -180,17 +181,7 @@ def _lines(facts: dict[str, Any], indent: str = "") -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     args = _parser().parse_args(argv)
-    try:
-        return args.run(args)
-    except ValueError as e:  # every error that a user can mend is one
-        print(f"dflash2: {type(e).__name__}: {e}", file=sys.stderr)
-        return USER_ERROR
-    except OSError as e:  # a full disk, a file that may not be written, a closed pipe
-        print(f"dflash2: {e}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("dflash2: interrupted", file=sys.stderr)
-        return 130
+    return run_command("dflash2", lambda: args.run(args))
 
 
 if __name__ == "__main__":

@@ -136,7 +136,8 @@ def _table(answers: Sequence[Answer], device: torch.device, say: Callable[[str],
     tokens, passes = sum(a.tokens for a in answers), sum(a.target_passes for a in answers)
     say("\nacceptance: tokens per verify pass, the target's own bonus token included")
     say(f"target passes saved: {tokens - passes} of {tokens} ({1 - passes / tokens:.0%})")
-    say(f"speed beside plain greedy decoding on this {device.type}, median: {ratio:.2f}x{_why_slow(ratio, device)}")
+    hint = _why_slow(ratio, answers, device)
+    say(f"speed beside plain greedy decoding on this {device.type}, median: {ratio:.2f}x{hint}")
     different = [a for a in answers if a.difference]
     if not different:
         say(f"outputs identical to plain greedy decoding: yes, {len(answers)} of {len(answers)} answers")
@@ -147,7 +148,9 @@ def _table(answers: Sequence[Answer], device: torch.device, say: Callable[[str],
         say(f"outputs identical: NO, [{a.name}] differs from token {d.index} on: {d.tokens}; {gap}")
 
 
-def _why_slow(ratio: float, device: torch.device) -> str:
+def _why_slow(ratio: float, answers: Sequence[Answer], device: torch.device) -> str:
+    if statistics.mean(a.acceptance_length for a in answers) < 1.2:
+        return "\n  (hardly any draft is accepted: was this drafter trained for this target?)"
     if ratio >= 1 or device.type != "cpu":
         return ""
     return (

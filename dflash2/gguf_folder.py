@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def convert(gguf: Path, folder: Path) -> None:
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):  # written readable by their owner only; a cache may be shared
+        shutil.copymode(folder / "config.json", weights)
 
 
 def _set_special_tokens(tokenizer: Any, config: Any) -> None:

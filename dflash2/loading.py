@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import CheckpointError, ConfigError
@@ -31,8 +32,11 @@ def pick_device(device: str = "auto", dtype: str = "auto") -> tuple[torch.device
         found = torch.device(("cuda" if cuda else "cpu") if device == "auto" else device)
     except RuntimeError as e:
         raise ConfigError(f"device={device!r}: {e}. Use auto, cpu or cuda.") from e
-    if found.type == "cuda" and not cuda:
-        raise ConfigError(f"device={device!r}: torch {torch.__version__} sees no CUDA device. Use auto or cpu.")
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as e:  # "not compiled with" it, or no driver
+        why = f"torch {torch.__version__} cannot use it ({str(e).splitlines()[0]})"
+        raise ConfigError(f"device={device!r}: {why}. Use auto or cpu.") from e
     name = ("bfloat16" if found.type == "cuda" else "float32") if dtype == "auto" else dtype
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype={dtype!r}: expected auto, float32, bfloat16 or float16.")
@@ -54,7 +58,7 @@ def load_target(name: str, device: torch.device, dtype: torch.dtype) -> tuple[An
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError) as e:  # both libraries report missing, partial and foreign files with these
+    except (OSError, ValueError, SafetensorError) as e:  # missing, partial and foreign files
         raise CheckpointError(
             f"target {name}: cannot be loaded ({e}). Give a folder or hub id of a Transformers causal LM with its "
             f"tokenizer, or {DEFAULT_TARGET}."

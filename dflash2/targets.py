@@ -44,11 +44,17 @@ def resolve_target(name_or_path: str | os.PathLike[str]) -> str:
         The embedded target's folder for its name; anything else as it came.
 
     Raises:
-        CheckpointError: the embedded target was asked for and cannot be made.
+        CheckpointError: the embedded target was asked for and cannot be made, or a path names no folder.
     """
-    if os.fspath(name_or_path) == EMBEDDED_TARGET:
+    name = os.fspath(name_or_path)
+    if name == EMBEDDED_TARGET:
         return str(embedded_target())
-    return os.fspath(name_or_path)
+    path = Path(name).expanduser()
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise CheckpointError(
+            f"target {name}: no such folder. Give a folder, a hub id like owner/name, or {EMBEDDED_TARGET}."
+        )
+    return str(path) if path.exists() else name
 
 
 def embedded_target() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,10 @@ def load(
         else:
             found[name] = tensor.to(device, drafter.dtype)
     missing = [name for name in expected if name not in found and not any(p.startswith(name) for p in problems)]
-    problems += [f"missing tensor {name} {list(expected[name])}" for name in missing]
+    if len(missing) == len(expected):
+        problems.append(f"all {len(missing)} tensors are missing")
+    else:
+        problems += [f"missing tensor {name} {list(expected[name])}" for name in missing]
     if problems:
         raise CheckpointError(
             f"{folder} does not hold a {config.architecture} as its {CONFIG} describes it:\n  - "
@@ -138,6 +142,7 @@ def save(drafter: DFlash2Drafter, folder: Path) -> None:
             data = {"embedding": drafter.mask_embedding.cpu(), "mask_token_id": drafter.config.mask_token_id}
             torch.save(data, new / MASK_EMBEDDING[1])
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors makes its files readable by their owner only
         written = sorted(path.name for path in new.iterdir())
         for name in written:
             os.replace(new / name, folder / name)

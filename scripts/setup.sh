@@ -136,7 +136,8 @@ install_package() {
     # Named with its exact version, torch cannot be replaced by another build on the way.
     torch=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
     say "installing dflash2$EXTRAS"
-    pip install --quiet --editable ".$EXTRAS" "torch==$torch"
+    # "compat": a path entry. The default finder loses to a folder named dflash2, such as this clone seen from beside it.
+    pip install --quiet --config-settings editable_mode=compat --editable ".$EXTRAS" "torch==$torch"
     if [ "$MODE" = test ] && [ "$(uname -s)" = Linux ] && ! "$VENV/bin/python" -c 'import triton' 2>/dev/null; then
         say "installing triton, whose interpreter runs the kernels' tests on the CPU"
         pip install --quiet --no-deps triton

@@ -132,7 +132,7 @@ def test_as_a_module():
         (["generate", "hi", "--drafter", "/no/such"], "CheckpointError: /no/such: no such folder"),
         (
             ["generate", "hi", "--target", "/no/such/target", "--drafter", "DRAFTER"],
-            "target /no/such/target: cannot be loaded",
+            "target /no/such/target: no such folder",
         ),
         (["generate", "hi", "--file", "x"], "both a prompt and --file"),
         (["generate", "--file", "/no/such/file"], "--file /no/such/file cannot be read: No such file"),
@@ -175,7 +175,8 @@ def test_errors(argv, words, pair, capsys):
 def test_no_gpu(pair, capsys):
     code, _, err = run(capsys, "generate", "w1", "--device", "cuda", "--drafter", pair[1])
     assert code == 2
-    assert "sees no CUDA device" in err
+    assert "device='cuda': torch" in err
+    assert "Use auto or cpu" in err
 
 
 def test_config_errors_reach_the_user(pair, tmp_path, capsys):

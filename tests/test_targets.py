@@ -323,9 +323,14 @@ def test_without_pip_and_network(without_pip, monkeypatch, tmp_path, error):
 def test_resolve_target(monkeypatch, tmp_path):
     monkeypatch.setattr(targets, "embedded_target", lambda: tmp_path)
     assert targets.resolve_target("smollm2-135m") == str(tmp_path)
-    assert targets.resolve_target("./smollm2-135m") == "./smollm2-135m"
     assert targets.resolve_target("owner/model") == "owner/model"
-    assert targets.resolve_target(tmp_path / "x") == str(tmp_path / "x")
+    assert targets.resolve_target(tmp_path) == str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for path in ("./smollm2-135m", tmp_path / "x", "~/no/such", "a/b/c"):
+        with pytest.raises(CheckpointError, match="no such folder"):
+            targets.resolve_target(path)
+    (tmp_path / "smollm2-135m").mkdir()
+    assert Path(targets.resolve_target("./smollm2-135m")).resolve() == tmp_path / "smollm2-135m"
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dflash2
+from dflash2.command import run_command
 from dflash2.errors import ConfigError
 from dflash2.prompts import prompt_ids, read_prompts
 from dflash2.provenance import provenance
@@ -243,4 +244,4 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run_command("dflash2.evaluation.acceptance", main))

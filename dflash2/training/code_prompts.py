@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash2.command import run_command
+
 __all__ = ["main", "prompts"]
 
 Make = Callable[[random.Random], tuple[Any, ...]]
@@ -165,4 +167,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run_command("dflash2.training.code_prompts", main))

@@ -51,7 +51,7 @@ class TrainConfig:
             is further along sets the schedule.
         pause_seconds: save and end this process after so long; the same command goes on. 0 for none.
         seed: of data order, anchors and initial weights.
-        device: as torch names it; without a GPU, cpu.
+        device: as torch names it; auto takes a GPU if there is one.
         dtype: of target and working weights, ``bfloat16`` or ``float32``. Masters are fp32.
         head_chunk: rows of logits in memory at a time.
         compile: run norms, MLPs and convolutions through torch.compile.
@@ -88,7 +88,7 @@ class TrainConfig:
     max_seconds: float = 0.0
     pause_seconds: float = 0.0
     seed: int = 0
-    device: str = "cuda"
+    device: str = "auto"
     dtype: str = "bfloat16"
     head_chunk: int = 8192
     compile: bool = False
@@ -100,6 +100,9 @@ class TrainConfig:
     val_documents: int = 200
 
     def __post_init__(self) -> None:
+        from dflash2.loading import pick_device
+
+        self.device = str(pick_device(self.device)[0])
         self.betas = (self.betas[0], self.betas[1])
         if not self.max_steps and not self.max_seconds:
             raise ConfigError("max_steps=0 and max_seconds=0: the run would never end. Set one of them.")
@@ -121,7 +124,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     """
     raw: dict[str, Any] = {}
     if path is not None:
-        text = Path(path).read_text()
+        try:
+            text = Path(path).read_text()
+        except OSError as e:
+            raise ConfigError(f"--config {path} cannot be read: {e.strerror}.") from e
         if Path(path).suffix == ".json":
             raw = json.loads(text)
         else:
@@ -191,7 +197,7 @@ def drafter_config(target: Any, overrides: dict[str, Any]) -> DFlash2Config:
         "head_dim": getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
         "vocab_size": target.vocab_size,
         "num_target_layers": n,
-        "target_layer_ids": default_target_layer_ids(n, 5),
+        "target_layer_ids": tuple(dict.fromkeys(default_target_layer_ids(n, 5))),  # small targets have fewer
         "rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
         "rms_norm_eps": float(f"{target.rms_norm_eps:.6g}"),  # GGUF files bring 1e-5 as an fp32
         "max_position_embeddings": target.max_position_embeddings,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dflash2.command import run_command
 from dflash2.loading import load_target
 from dflash2.prompts import prompt_ids, read_prompts
 from dflash2.provenance import provenance
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     eos = model.generation_config.eos_token_id
     decoder = LlamaDecoder(
         model,
-        rows=args.rows,
+        rows=args.rows or (1536 if args.device.startswith("cuda") else 32),
         max_tokens=args.max_prompt + args.max_new_tokens,
         max_new_tokens=args.max_new_tokens,
         eos=tuple(eos) if isinstance(eos, list) else (eos,),
@@ -199,8 +200,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rows",
         type=int,
-        default=1536,
-        help="requests in flight; costs memory and time even if idle: 16 to 64 on a CPU (default: %(default)s)",
+        help="requests in flight; costs memory and time even if idle (default: 1536 on a GPU, 32 on a CPU)",
     )
     parser.add_argument("--shard", type=int, default=10000, help="requests per shard (default: %(default)s)")
     parser.add_argument(
@@ -224,4 +224,4 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run_command("dflash2.training.synth", main))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash2.command import run_command
 from dflash2.conv import GroupedConv
 from dflash2.drafter import DFlash2Drafter
 from dflash2.model import MLP, RMSNorm
@@ -124,6 +125,7 @@ class Trainer:
         logged = evaluated = saved = self.seconds
         first = self.step_count
         pause = self.seconds + c.pause_seconds if c.pause_seconds else float("inf")
+        unheard = True
         while self.progress < 1 and self.seconds < pause:
             loss, norm, lr = self.step()
             if c.max_seconds and self.config.device != "cpu" and self.step_count % 8 == 0:
@@ -131,7 +133,8 @@ class Trainer:
             now = time.monotonic()
             self.seconds += now - last
             last = now
-            if self.seconds - logged >= c.log_seconds:
+            if self.seconds - logged >= c.log_seconds or unheard:
+                unheard = False
                 self._log(loss, norm, lr, (self.step_count - first) / max(self.seconds - logged, 1e-9))
                 logged, first = self.seconds, self.step_count
             by_steps = c.save_steps and self.step_count % c.save_steps == 0
@@ -145,6 +148,7 @@ class Trainer:
             self.seconds += time.monotonic() - last
             last = time.monotonic()
         self.save()
+        _say(f"step {self.step_count}: saved to {self.out}")
         return self.evaluate() if self.progress >= 1 else None
 
     def evaluate(self) -> Replay | None:
@@ -271,4 +275,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run_command("dflash2.training.train", main))

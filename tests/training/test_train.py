@@ -294,7 +294,7 @@ def test_targets_have_names(toy_target_folder, monkeypatch):
     target = FrozenTarget.from_pretrained("smollm2-135m", (1,), dtype=torch.bfloat16, device="cpu")
     assert target.head.dtype == torch.bfloat16
     assert len(target.layers) == 6
-    with pytest.raises(CheckpointError, match="no-such-target: cannot be loaded"):
+    with pytest.raises(CheckpointError, match="no-such-target: no such folder"):
         FrozenTarget.from_pretrained("./no-such-target", (1,), dtype=torch.bfloat16, device="cpu")
 
 
