@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import time
 from importlib.metadata import version
@@ -25,13 +27,23 @@ def provenance(device: torch.device | str) -> dict[str, str | None]:
 
     device = torch.device(device)
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(device),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "dflash2": dflash2.__version__,
         "commit": _commit(Path(__file__).parent),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _processor(device: torch.device) -> str:
+    """The processor's name where the system tells it, with the number of cores."""
+    if device.type != "cpu":
+        return device.type
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"cpu ({names[0] if names else platform.machine()}, {os.cpu_count()} cores)"
 
 
 def _commit(package: Path) -> str | None:

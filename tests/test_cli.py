@@ -350,7 +350,7 @@ def test_demo(pair, tmp_path, capsys):
         assert words in out
     report = json.loads(numbers.read_text())
     assert report["settings"]["max_new_tokens"] == 10
-    assert report["provenance"]["device"] == "cpu"
+    assert report["provenance"]["device"].startswith("cpu (")
     rows = report["answers"]
     assert [r["prompt"] for r in rows] == [PROMPT, "w2 w3"]
     assert all(r["tokens"] == 10 and r["difference"] is None and len(r["plain_s"]) == 2 for r in rows)
