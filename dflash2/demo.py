@@ -155,5 +155,5 @@ def _why_slow(ratio: float, answers: Sequence[Answer], device: torch.device) -> 
         return ""
     return (
         "\n  (slower, as expected on a small CPU: one pass over 8 rows of so small a target costs 2 to 3 passes"
-        "\n   over one row. On a GPU it costs about as much as one.)"
+        "\n   over one row)"
     )

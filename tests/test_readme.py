@@ -99,3 +99,13 @@ def test_results_are_those_of_eval_json():
     for file in files:
         for name, value in file["acceptance_length"].items():
             assert f"{value:.2f}" in table[1], f"{name} is missing from the table"
+
+
+def test_speeds_are_those_of_the_result_file():
+    """Median and range of the ratios, as the README prints them."""
+    report = json.loads((ROOT / "dflash2/bench/results/demo-cpu.json").read_text())
+    assert report["provenance"]["commit"]
+    for a in report["answers"]:
+        ratios = sorted(p / d for p, d in zip(a["plain_s"], a["drafted_s"], strict=True))
+        assert f"{a['name']} {a['ratio']:.2f}x ({ratios[0]:.2f}-{ratios[-1]:.2f})" in README.replace("\n", " ")
+        assert a["difference"] is None
