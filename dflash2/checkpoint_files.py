@@ -10,6 +10,8 @@ from dflash2.errors import CheckpointError
 
 __all__ = ["checkpoint_path", "config_file", "find", "packaged_checkpoints"]
 
+#: The drafter for the embedded target.
+DEFAULT_DRAFTER = "smollm2-135m-dflash2"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MASK_EMBEDDING = ("mask_embedding.safetensors", "mask_embedding.pt")
 HUB_FILES = [CONFIG, "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]

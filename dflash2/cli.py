@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import dflash2
+from dflash2.checkpoint_files import DEFAULT_DRAFTER
 from dflash2.command import run_command
+from dflash2.targets import EMBEDDED_TARGET
 
 __all__ = ["main"]
 
@@ -33,8 +35,8 @@ def _at_least_1(text: str) -> int:
 
 
 def _pair(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
-    parser.add_argument("--target", default="smollm2-135m", help=f"the model that decides: {PAIR_HELP}")
-    parser.add_argument("--drafter", default="smollm2-135m-dflash2", help=f"the model that drafts: {PAIR_HELP}")
+    parser.add_argument("--target", default=EMBEDDED_TARGET, help=f"the model that decides: {PAIR_HELP}")
+    parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help=f"the model that drafts: {PAIR_HELP}")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
     parser.add_argument(
         "--dtype", default=dtype, help="float32, bfloat16, float16; auto: bfloat16 on GPUs (default: %(default)s)"
@@ -77,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
 
     inspect = commands.add_parser("inspect", help="what a checkpoint is, and whether it fits a target")
-    inspect.add_argument("drafter", nargs="?", default="smollm2-135m-dflash2", help=PAIR_HELP)
+    inspect.add_argument("drafter", nargs="?", default=DEFAULT_DRAFTER, help=PAIR_HELP)
     inspect.add_argument("--target", help="check the fit with this target (its config is enough)")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)

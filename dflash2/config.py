@@ -209,6 +209,10 @@ class DFlash2Config:
         windows = self.windows
         return None if None in windows else max(w for w in windows if w is not None) - 1
 
+    def window_pages(self, page_size: int) -> int | None:
+        """The most pages of ``page_size`` rows that a sequence owns, ceil(W/page_size) + 2; None: it grows."""
+        return None if self.retention is None else -(-(self.retention + 1) // page_size) + 2
+
 
 def _refuse(name: str, value: object, rule: str, remedy: str) -> NoReturn:
     raise ConfigError(f"{name}={value!r}: {rule}. {remedy}")

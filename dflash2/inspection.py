@@ -39,7 +39,7 @@ def describe(drafter: DFlash2Drafter, page_size: int = 16) -> dict[str, Any]:
     row = 2 * item * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
     retention = c.retention
     context = retention if retention is not None else c.max_position_embeddings or 0
-    pages = None if retention is None else -(-(retention + 1) // page_size) + 2
+    pages = c.window_pages(page_size)
     return {
         "architecture": c.architecture,
         "parameters": sum(p.numel() for p in drafter.parameters()),

@@ -45,11 +45,7 @@ class DenseLMHead(_TopFromLogits):
     """A 16- or 32-bit weight ``[V', H]``, V' >= V, shared with its owner; tied embeddings are one of these."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        if weight.device.type != "meta" and not bool(weight.any()):
-            raise ConfigError(
-                "the head's weight is all zeros: it was never loaded. For a wrapped or multimodal target pass the "
-                "language model's own head."
-            )
+        _refuse_zeros(weight)
         self.weight, self.bias = weight, bias
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
@@ -167,6 +163,14 @@ def _sharing_memory(weight: Tensor) -> list[Tensor]:
     return [t for t in strided if t.untyped_storage().data_ptr() == start]
 
 
+def _refuse_zeros(weight: Tensor) -> None:
+    if weight.device.type != "meta" and not bool(weight.any()):
+        raise ConfigError(
+            "the head's weight is all zeros: it was never loaded. For a wrapped or multimodal target pass the "
+            "language model's own head."
+        )
+
+
 def as_lm_head(head: Any) -> LMHead:
     """Whatever a target offers as its head: a weight, a linear or (tied) embedding module, an `LMHead`, a callable.
 
@@ -183,8 +187,8 @@ def as_lm_head(head: Any) -> LMHead:
         return DenseLMHead(head.weight, getattr(head, "bias", None))
     if callable(head):
         weight = getattr(head, "weight", None)
-        if isinstance(weight, Tensor) and weight.is_floating_point() and not bool(weight.any()):
-            DenseLMHead(weight)  # raises: a wrapper around a head that was never loaded
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            _refuse_zeros(weight)
         return OpaqueLMHead(head)
     raise ConfigError(
         f"lm_head is a {type(head).__name__}: expected a weight, a module or a callable [N, H] -> [N, V]."

@@ -9,12 +9,9 @@ from safetensors import SafetensorError
 
 from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import CheckpointError, ConfigError
-from dflash2.targets import resolve_target
+from dflash2.targets import EMBEDDED_TARGET, resolve_target
 
-__all__ = ["DEFAULT_DRAFTER", "DEFAULT_TARGET", "load_pair", "load_target", "pick_device"]
-
-DEFAULT_TARGET = "smollm2-135m"
-DEFAULT_DRAFTER = "smollm2-135m-dflash2"
+__all__ = ["load_pair", "load_target", "pick_device"]
 
 
 def pick_device(device: str = "auto", dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
@@ -61,7 +58,7 @@ def load_target(name: str, device: torch.device, dtype: torch.dtype) -> tuple[An
     except (OSError, ValueError, SafetensorError) as e:  # missing, partial and foreign files
         raise CheckpointError(
             f"target {name}: cannot be loaded ({e}). Give a folder or hub id of a Transformers causal LM with its "
-            f"tokenizer, or {DEFAULT_TARGET}."
+            f"tokenizer, or {EMBEDDED_TARGET}."
         ) from e
     return model.to(device).eval(), tokenizer
 

@@ -65,9 +65,8 @@ class WindowKV(PagePool):
             least = 0 if name == "prefix_store_bytes" else 1
             if not is_integer(value) or value < least:
                 raise CapacityError(f"{name}={value!r}: must be a whole number of at least {least}.")
-        ring_pages = -(-max_tokens // page_size)
-        if config.retention is not None:
-            ring_pages = min(ring_pages, -(-(config.retention + 1) // page_size) + 2)
+        all_pages, window_pages = -(-max_tokens // page_size), config.window_pages(page_size)
+        ring_pages = all_pages if window_pages is None else min(all_pages, window_pages)
         super().__init__(
             (config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
             slots=max_sequences,

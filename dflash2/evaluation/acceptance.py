@@ -22,10 +22,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dflash2
+from dflash2.checkpoint_files import DEFAULT_DRAFTER
 from dflash2.command import run_command
 from dflash2.errors import ConfigError
 from dflash2.prompts import prompt_ids, read_prompts
 from dflash2.provenance import provenance
+from dflash2.targets import EMBEDDED_TARGET
 
 __all__ = ["Measurement", "main", "measure", "summarise"]
 
@@ -225,8 +227,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m dflash2.evaluation.acceptance",
         description="Measure a drafter's acceptance length by generating.",
     )
-    parser.add_argument("--target", default="smollm2-135m", help="folder, hub id or name (default: %(default)s)")
-    parser.add_argument("--drafter", default="smollm2-135m-dflash2", help="the same for the drafter")
+    parser.add_argument("--target", default=EMBEDDED_TARGET, help="folder, hub id or name (default: %(default)s)")
+    parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help="the same for the drafter")
     parser.add_argument(
         "--prompts", required=True, nargs="+", metavar="NAME=FILE",
         help='JSONL files of lines like {"turns": ["the prompt"]}, "system" optional',
