@@ -19,13 +19,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from dflash2 import embedded_wheel, gguf_folder
+from dflash2.cache_folder import CACHE_VARIABLE, cache_dir
 from dflash2.embedded_wheel import SOURCE_VARIABLE, say
 from dflash2.errors import CheckpointError
 
-__all__ = ["EMBEDDED_TARGET", "cache_dir", "embedded_target", "resolve_target"]
+__all__ = ["EMBEDDED_TARGET", "embedded_target", "resolve_target"]
 
 EMBEDDED_TARGET = "smollm2-135m"
-CACHE_VARIABLE = "DFLASH2_CACHE"
 
 _MARKER = "dflash2.json"
 # Raised when the files of a converted folder change meaning: folders of an older layout are made again.
@@ -89,15 +89,6 @@ def embedded_target() -> Path:
             f"set {CACHE_VARIABLE} to a folder that can be written."
         ) from error
     return folder
-
-
-def cache_dir() -> Path:
-    """The folder that holds converted targets: ``DFLASH2_CACHE``, else ``dflash2`` in the user's cache."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "dflash2"
 
 
 def _local_source() -> Path | None:
