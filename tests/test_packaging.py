@@ -21,6 +21,7 @@ AT_TOP_LEVEL = {"dflash2.kernels": "kernels", "dflash2.checkpoints": "checkpoint
 CORE = 2
 LAYERS = {
     "dflash2.errors": 0,
+    "dflash2.cache_folder": 0,
     "dflash2.kernels": 0,
     "dflash2.ops": 1,
     "dflash2.generation": 3,
