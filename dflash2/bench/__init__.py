@@ -1,0 +1,1 @@
+"""Measure speed: the kernels against the memory roofline, decoding against Transformers."""
