@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from dflash2.append import append_on_device, append_on_host
 from dflash2.config import MAX_PADDED_ROWS, DFlash2Config
 from dflash2.errors import ConfigError
+from dflash2.int8_linear import quantize_linears
 from dflash2.lm_head import LMHead, as_lm_head
 from dflash2.model import DraftNetwork
 from dflash2.ops.selector_walk import draw, finite, one_hot, selector_walk, tempered
@@ -87,10 +88,30 @@ class DFlash2Drafter(DraftNetwork):
         return load(cls, path, dtype, torch.device(device))
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` (and the mask embedding, if any) in the published layout."""
+        """Write ``config.json`` and ``model.safetensors`` (and the mask embedding, if any) in the published layout.
+
+        Raises:
+            ConfigError: the linears are int8, which that layout does not know.
+        """
         from dflash2.weights import save
 
         save(self, Path(path))
+
+    def quantize_linears(self) -> DFlash2Drafter:
+        """Make the large linears int8, one scale per output row, in place: half the bytes that a `propose` reads.
+
+        Activations, norms, convolution taps and the selector keep their dtype. The target verifies, so this changes
+        acceptance only (``python -m dflash2.evaluation.acceptance --drafter-int8`` measures it). It cannot be saved or
+        undone: load the checkpoint again.
+
+        Returns:
+            self.
+
+        Raises:
+            ConfigError: a layer is not finite, or int8 changes its outputs by more than a tenth; nothing is changed.
+        """
+        quantize_linears(self)
+        return self
 
     def bind_target(self, embed_weight: Tensor | nn.Module, lm_head: Any) -> DFlash2Drafter:
         """Borrow the target's tables. They are shared, never copied: not part of `state_dict`, nor of a pickle.
@@ -140,13 +161,13 @@ class DFlash2Drafter(DraftNetwork):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, context rows and block rows."""
-        return self.fc.weight.dtype
+        """Of activations, context rows and block rows, and of all weights that are not int8."""
+        return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights lie."""
-        return self.fc.weight.device
+        return self.norm.weight.device
 
     def new_kv(
         self,

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from dflash2.config import DFlash2Config
 from dflash2.conv import GroupedConv
+from dflash2.int8_linear import Int8Linear
 from dflash2.ops.row_linear import row_linear
 from dflash2.rope import RotaryTable, apply_rope
 from dflash2.selector import CandidateSelector
@@ -57,8 +58,8 @@ class Attention(nn.Module):
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
 
     def context_rows(self, features: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        k = row_linear(features, self.k_proj.weight, self.k_proj.bias).unflatten(-1, (-1, self.head_dim))
-        v = row_linear(features, self.v_proj.weight, self.v_proj.bias).unflatten(-1, (-1, self.head_dim))
+        k = _stable_rows(self.k_proj, features).unflatten(-1, (-1, self.head_dim))
+        v = _stable_rows(self.v_proj, features).unflatten(-1, (-1, self.head_dim))
         return apply_rope(self.k_norm(k), cos, sin), v
 
 
@@ -96,6 +97,11 @@ def _convolved(conv: GroupedConv | None, x: Tensor, sublayer: Callable[[Tensor],
         return sublayer(x)
     x, delta = conv.before(x)
     return conv.after(sublayer(x), delta)
+
+
+def _stable_rows(linear: nn.Linear | Int8Linear, x: Tensor) -> Tensor:
+    """``[N, K] -> [N, O]``, bit-equal however rows are split into calls."""
+    return linear(x) if isinstance(linear, Int8Linear) else row_linear(x, linear.weight, linear.bias)
 
 
 class DraftNetwork(nn.Module):
@@ -144,7 +150,7 @@ class DraftNetwork(nn.Module):
             keys (normed and rotated) and values, each ``[L, N, nkv, hd]``. Bit-equal however rows are split into
             calls (`row_linear`).
         """
-        features = self.hidden_norm(row_linear(taps.to(self.fc.weight.dtype), self.fc.weight))
+        features = self.hidden_norm(_stable_rows(self.fc, taps.to(self.norm.weight.dtype)))
         cos, sin = self.rope(positions)
         rows = [layer.self_attn.context_rows(features, cos, sin) for layer in self.draft_layers]
         return torch.stack([k for k, _ in rows]), torch.stack([v for _, v in rows])

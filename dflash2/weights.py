@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dflash2.checkpoint_files import CONFIG, INDEX, MASK_EMBEDDING, WEIGHTS, find
 from dflash2.config import DFlash2Config
-from dflash2.errors import CheckpointError
+from dflash2.errors import CheckpointError, ConfigError
+from dflash2.int8_linear import has_int8_linears
 
 if TYPE_CHECKING:
     from dflash2.drafter import DFlash2Drafter
@@ -132,6 +133,10 @@ def _mask_embedding(folder: Path, config: DFlash2Config, device: torch.device, d
 
 def save(drafter: DFlash2Drafter, folder: Path) -> None:
     """See `DFlash2Drafter.save_pretrained`. All is written aside first, so that a failure leaves the old files."""
+    if has_int8_linears(drafter):
+        raise ConfigError(
+            "this drafter's linears are int8 and published checkpoints are 16-bit: save it before quantize_linears()."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     config = {**drafter.config.to_dict(), "dtype": str(drafter.dtype).removeprefix("torch.")}
     tensors = {name: t.detach().contiguous().cpu() for name, t in drafter.state_dict().items()}
