@@ -6,18 +6,25 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from dflash2.cache_folder import cache_dir
 
-__all__ = ["launch_settings", "settings_file", "settings_folders"]
+__all__ = ["launch_settings", "override", "settings_file", "settings_folders"]
 
 Settings = dict[str, int]
+
+#: By op: settings to take whatever was measured, and where to note the shapes asked for. Each thread has its own.
+Overrides = Mapping[str, tuple[Mapping[str, int], list[dict[str, int]]]]
+_overrides: ContextVar[Overrides] = ContextVar("overrides", default=MappingProxyType({}))
 
 
 def launch_settings(op: str, defaults: Mapping[str, int], device: torch.device, **shape: int) -> Settings:
@@ -34,17 +41,33 @@ def launch_settings(op: str, defaults: Mapping[str, int], device: torch.device, 
         ``defaults`` with the measured values in their place. A GPU without a file gives one warning in a process.
 
     Raises:
-        ValueError: the file names a setting that does not exist.
+        ValueError: the file, or an `override`, names a setting that does not exist.
     """
+    if op in _overrides.get():
+        chosen, asked = _overrides.get()[op]
+        asked.append(shape)
+        return _completed(op, defaults, chosen)
     if device.type != "cuda":
         return dict(defaults)
     measured = _measured(torch.cuda.get_device_name(device)).get(op, [])
     if not measured:
         return dict(defaults)
-    nearest = min(measured, key=lambda entry: _distance(entry["shape"], shape))["settings"]
-    if unknown := set(nearest) - set(defaults):
-        raise ValueError(f"launch settings of {op} hold {sorted(unknown)}: expected {sorted(defaults)}. Tune again.")
-    return {**defaults, **nearest}
+    return _completed(op, defaults, min(measured, key=lambda entry: _distance(entry["shape"], shape))["settings"])
+
+
+@contextmanager
+def override(op: str, settings: Mapping[str, int]) -> Iterator[list[dict[str, int]]]:
+    """Inside, in this thread, ``op`` launches with ``settings`` in place of what was measured, on any device.
+
+    Yields:
+        The shapes that the op asks for meanwhile, call by call: what a file would keep the settings under.
+    """
+    asked: list[dict[str, int]] = []
+    token = _overrides.set({**_overrides.get(), op: (settings, asked)})
+    try:
+        yield asked
+    finally:
+        _overrides.reset(token)
 
 
 def settings_folders() -> list[Path]:
@@ -55,6 +78,12 @@ def settings_folders() -> list[Path]:
 def settings_file(device_name: str) -> str:
     """File name of a GPU, as ``torch.cuda.get_device_name`` calls it."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") + ".json"
+
+
+def _completed(op: str, defaults: Mapping[str, int], chosen: Mapping[str, int]) -> Settings:
+    if unknown := set(chosen) - set(defaults):
+        raise ValueError(f"launch settings of {op} hold {sorted(unknown)}: expected {sorted(defaults)}. Tune again.")
+    return {**defaults, **chosen}
 
 
 @cache
