@@ -1,0 +1,53 @@
+"""Triton kernel of `dflash2.ops.block_conv`: one program for each row and tile of channels."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .residual_norm import load_sum
+
+_TILE = 1024
+
+
+@triton.jit
+def _block_conv_kernel(
+    x_ptr, base_ptr, delta_ptr, y_ptr, after_ptr, rows, block_rows, hidden, groups,
+    SPLIT: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = channel < hidden
+    group = channel // (hidden // groups)
+    first_of_group = inside & (channel % (hidden // groups) == 0)
+    dtype = x_ptr.dtype.element_ty
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    plane = rows.to(tl.int64) * 2 * TAPS * groups
+    y = tl.zeros([TILE], tl.float32)
+    for o in tl.static_range(TAPS):
+        mask = inside & (row % block_rows >= o)
+        at = row * 2 * TAPS * groups + o * groups + group
+        delta = load_sum(delta_ptr, at, plane, mask, SPLIT)
+        after = load_sum(delta_ptr, at + TAPS * groups, plane, first_of_group, SPLIT)
+        tap = tl.load(base_ptr + o * hidden + channel, mask=mask, other=0.0).to(tl.float32)
+        tap += delta.to(dtype).to(tl.float32)
+        x = tl.load(x_ptr + (row - o) * hidden + channel, mask=mask, other=0.0).to(tl.float32)
+        y += tl.where(mask, tap * x, 0.0)
+        tl.store(after_ptr + (row * TAPS + o) * groups + group, after.to(dtype), mask=first_of_group)
+    tl.store(y_ptr + row * hidden + channel, y.to(dtype), mask=inside)
+
+
+def block_conv(x, base, delta, block_rows, pdl):
+    """Launch; shapes as in `dflash2.ops.block_conv`, checked there."""
+    (rows, hidden), (split, _, width), taps = x.shape, delta.shape, base.shape[0]
+    groups = width // (2 * taps)
+    y, after = torch.empty_like(x), torch.empty(rows, taps, groups, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return y, after
+    tile = min(_TILE, triton.next_power_of_2(hidden))
+    _block_conv_kernel[(rows, triton.cdiv(hidden, tile))](
+        x, base, delta, y, after, rows, block_rows, hidden, groups, SPLIT=split, TAPS=taps, PDL=pdl, TILE=tile,
+        num_warps=max(1, tile // 256), **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return y, after
