@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from dflash2.config import DFlash2Config
 from dflash2.conv import GroupedConv
 from dflash2.int8_linear import Int8Linear
+from dflash2.ops.residual_norm import rms_norm
 from dflash2.ops.row_linear import row_linear
 from dflash2.rope import RotaryTable, apply_rope
 from dflash2.selector import CandidateSelector
@@ -33,15 +34,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]``, any dtype."""
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
     def __init__(self, c: DFlash2Config, layer: int, **kw: Any):
         super().__init__()
-        self.layer, self.head_dim = layer, c.head_dim
+        self.layer, self.head_dim, self.window, self.causal = layer, c.head_dim, c.windows[layer], c.causal[layer]
         q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.q_proj = nn.Linear(c.hidden_size, q, bias=c.attention_bias, **kw)
         self.k_proj = nn.Linear(c.hidden_size, kv, bias=c.attention_bias, **kw)

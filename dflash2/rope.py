@@ -63,11 +63,14 @@ class RotaryTable:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions int ``[...]`` -> (cos, sin), each fp32 ``[..., hd/2]``."""
-        device = positions.device
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.frequencies(positions.device)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Angle per position for each pair of channels, fp32 ``[hd/2]``; one copy is kept on each device."""
         if device not in self._on:
             self._on[device] = self._frequencies.to(device)
-        angles = positions.to(torch.float32).unsqueeze(-1) * self._on[device]
-        return angles.cos() * self.scale, angles.sin() * self.scale
+        return self._on[device]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

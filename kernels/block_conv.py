@@ -26,7 +26,7 @@ def _block_conv_kernel(
     plane = rows.to(tl.int64) * 2 * TAPS * groups
     y = tl.zeros([TILE], tl.float32)
     for o in tl.static_range(TAPS):
-        mask = inside & (row % block_rows >= o)
+        mask = channel < tl.where(row % block_rows >= o, hidden, 0)
         at = row * 2 * TAPS * groups + o * groups + group
         delta = load_sum(delta_ptr, at, plane, mask, SPLIT)
         after = load_sum(delta_ptr, at + TAPS * groups, plane, first_of_group, SPLIT)

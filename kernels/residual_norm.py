@@ -41,7 +41,7 @@ def _residual_norm_kernel(
     update = tl.zeros([TILE], tl.float32)
     # Row 0 of a block has no row before it: taps that reach further back are not loaded.
     for o in tl.static_range(TAPS if TAPS > 0 else 1):
-        mask = inside & (row % block_rows >= o)
+        mask = channel < tl.where(row % block_rows >= o, hidden, 0)
         a = load_sum(a_ptr, (row - o) * hidden + channel, plane, mask, SPLIT)
         if BIAS:
             a += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)

@@ -41,7 +41,9 @@ def _rotary_heads_kernel(
     if head < q_heads + kv_heads:
         scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * half) + eps)
         first = tl.load(norm_ptr + i, mask=mask, other=0.0).to(tl.float32) * (first * scale).to(dtype).to(tl.float32)
-        second = tl.load(norm_ptr + half + i, mask=mask, other=0.0).to(tl.float32) * (second * scale).to(dtype).to(tl.float32)
+        second = tl.load(norm_ptr + half + i, mask=mask, other=0.0).to(tl.float32) * (second * scale).to(dtype).to(
+            tl.float32
+        )
         first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
         cos = tl.load(cos_ptr + row * half + i, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + row * half + i, mask=mask, other=0.0)

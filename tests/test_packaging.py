@@ -23,6 +23,7 @@ LAYERS = {
     "dflash2.errors": 0,
     "dflash2.cache_folder": 0,
     "dflash2.kernels": 0,
+    "dflash2.rope": 0,
     "dflash2.ops": 1,
     "dflash2.generation": 3,
     "dflash2.adapters": 4,

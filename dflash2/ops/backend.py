@@ -17,13 +17,14 @@ Backend = Literal["auto", "torch", "triton"]
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def choose_backend(backend: str, *tensors: Tensor) -> Literal["torch", "triton"]:
+def choose_backend(backend: str, *tensors: Tensor, dots: bool = False) -> Literal["torch", "triton"]:
     """Decide between the reference and the kernel; a kernel asked for by name is never replaced.
 
     Args:
         backend: ``"torch"`` or ``"triton"`` is taken at its word; ``"auto"`` takes the kernel wherever it can run on a
             GPU, and the reference elsewhere (kernels have no backward pass).
         tensors: all floating-point inputs of the operation.
+        dots: the kernel multiplies matrices; Triton's interpreter takes bfloat16 for integers there.
 
     Returns:
         ``"torch"`` or ``"triton"``.
@@ -35,7 +36,7 @@ def choose_backend(backend: str, *tensors: Tensor) -> Literal["torch", "triton"]
         return "torch"
     if backend not in ("auto", "triton"):
         raise ValueError(f"backend is {backend!r}; expected 'auto', 'torch' or 'triton'.")
-    obstacle = _obstacle(tensors)
+    obstacle = _obstacle(tensors, dots)
     if backend == "triton":
         if obstacle is not None:
             raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto' or 'torch'.")
@@ -53,7 +54,7 @@ def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def _obstacle(tensors: tuple[Tensor, ...]) -> str | None:
+def _obstacle(tensors: tuple[Tensor, ...], dots: bool) -> str | None:
     """Why the kernel cannot take these tensors, or None."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "a gradient is needed and kernels have none"
@@ -62,6 +63,8 @@ def _obstacle(tensors: tuple[Tensor, ...]) -> str | None:
             return f"a tensor is {tensor.dtype} and kernels take float16, bfloat16 or float32"
         if not tensor.is_cuda and not (tensor.device.type == "cpu" and _interpreted()):
             return f"a tensor is on {tensor.device} and kernels need CUDA (or the CPU with TRITON_INTERPRET=1)"
+        if dots and not tensor.is_cuda and tensor.dtype == torch.bfloat16:
+            return "Triton's interpreter cannot multiply bfloat16 matrices (float16 and float32 it can)"
     if not _has_triton():
         return "triton is not installed"
     return None

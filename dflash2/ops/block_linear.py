@@ -42,7 +42,7 @@ def block_linear(x: Tensor, weights: Sequence[Tensor], scales: Scales, *, backen
         ValueError: shapes or dtypes do not fit, or the backend cannot run here.
     """
     _check("block_linear", x, weights, scales)
-    if choose_backend(backend, x) == "torch":
+    if choose_backend(backend, x, dots=True) == "torch":
         return block_linear_reference(x, weights, scales)
     if x.shape[0] > MOST_ROWS and scales[0] is None and backend == "auto":
         return torch.cat([F.linear(x, w) for w in weights], -1)[None]
@@ -76,7 +76,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, scales: Scales, *, backend
         ValueError: shapes or dtypes do not fit, or the backend cannot run here.
     """
     _check("gated_linear", x, (gate, up), scales)
-    if choose_backend(backend, x) == "torch":
+    if choose_backend(backend, x, dots=True) == "torch":
         return gated_linear_reference(x, gate, up, scales)
     if x.shape[0] > MOST_ROWS and scales[0] is None and backend == "auto":
         return F.silu(F.linear(x, gate)) * F.linear(x, up)
@@ -103,7 +103,9 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
 def _check(name: str, x: Tensor, weights: Sequence[Tensor], scales: Scales) -> None:
     found = f"x {list(x.shape)} {x.dtype}, weights {[(list(w.shape), w.dtype) for w in weights]}"
     if x.dim() != 2 or not 1 <= len(weights) <= 3 or len(scales) != len(weights):
-        raise ValueError(f"{name} got {found}: expected x [N, K], one to three weights [O, K] and a scale or None each.")
+        raise ValueError(
+            f"{name} got {found}: expected x [N, K], one to three weights [O, K] and a scale or None each."
+        )
     if any(w.dim() != 2 or w.shape[1] != x.shape[1] for w in weights):
         raise ValueError(f"{name} got {found}: all must have {x.shape[1]} columns.")
     for w, s in zip(weights, scales, strict=True):

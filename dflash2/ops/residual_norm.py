@@ -1,7 +1,7 @@
 """The end of a sublayer and the norm before the next one.
 
-    h'[i] = h[i] + sum over o of (base[o] + delta[i, o, group]) * a[i - o]        (no convolution: h[i] + a[i])
-    x[i]  = weight * h'[i] / sqrt(mean(h'[i]^2) + eps)
+h'[i] = h[i] + sum over o of (base[o] + delta[i, o, group]) * a[i - o]        (no convolution: h[i] + a[i])
+x[i]  = weight * h'[i] / sqrt(mean(h'[i]^2) + eps)
 """
 
 from __future__ import annotations

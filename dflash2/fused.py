@@ -1,0 +1,101 @@
+"""A propose's pass over its blocks in few launches: `DraftNetwork.forward` of the same modules, kernel by kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from dflash2.conv import GroupedConv
+from dflash2.model import DraftLayer, DraftNetwork, RMSNorm
+from dflash2.ops.backend import Backend
+from dflash2.ops.block_conv import block_conv
+from dflash2.ops.block_inputs import BlockInputs
+from dflash2.ops.block_linear import block_linear, gated_linear
+from dflash2.ops.residual_norm import residual_norm
+from dflash2.ops.rotary_heads import rotary_heads
+from dflash2.ops.window_attention import PagedContext, window_attention
+
+__all__ = ["fused_block"]
+
+
+def fused_block(
+    network: DraftNetwork,
+    inputs: BlockInputs,
+    keys: Tensor,
+    values: Tensor,
+    context: PagedContext,
+    block_rows: int,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Run the draft layers over R blocks of n rows.
+
+    Args:
+        network: its parameters are read where they are; linears may be int8.
+        inputs: from `block_inputs`; ``inputs.valid`` is set to 0 where a block's hidden states are not finite.
+        keys, values: context rows of all layers ``[L, rows, nkv, hd]``.
+        context: which of them each request sees.
+        block_rows: n >= 2.
+        backend: as for every operation.
+
+    Returns:
+        rows 1.. of each block after the final norm, ``[R (n-1), H]``.
+    """
+    h, x, layers = inputs.h, inputs.x, network.draft_layers
+    norms = [*[layer.input_layernorm for layer in layers[1:]], network.norm]
+    for i, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+        y, after = _before(layer.attention_conv, x, block_rows, backend)
+        a = _attend(layer, y, inputs, keys[i], values[i], context, block_rows, backend)
+        norm, bias = layer.post_attention_layernorm, layer.self_attn.o_proj.bias
+        h, x = _after(layer.attention_conv, h, a, bias, after, norm, block_rows, None, backend)
+        y, after = _before(layer.mlp_conv, x, block_rows, backend)
+        gate, up = layer.mlp.gate_proj, layer.mlp.up_proj
+        y = gated_linear(y, gate.weight, up.weight, (_scale(gate), _scale(up)), backend=backend)
+        a = _linear(y, layer.mlp.down_proj, backend=backend)
+        finite = inputs.valid if i + 1 == len(layers) else None
+        h, x = _after(layer.mlp_conv, h, a, None, after, next_norm, block_rows, finite, backend)
+    return x
+
+
+def _attend(
+    layer: DraftLayer, x: Tensor, inputs: BlockInputs, keys: Tensor, values: Tensor, context: PagedContext, n: int,
+    backend: Backend,
+) -> Tensor:  # fmt: skip
+    at = layer.self_attn
+    biases = None if at.q_proj.bias is None else (at.q_proj.bias, at.k_proj.bias, at.v_proj.bias)
+    qkv = _linear(x, at.q_proj, at.k_proj, at.v_proj, backend=backend)
+    heads = (at.q_proj.weight.shape[0] // at.head_dim, at.k_proj.weight.shape[0] // at.head_dim)
+    eps = at.q_norm.eps
+    q, k, v = rotary_heads(
+        qkv, biases, at.q_norm.weight, at.k_norm.weight, eps, inputs.cos, inputs.sin, heads, backend=backend
+    )
+    blocks = (-1, n)
+    out = window_attention(
+        q.unflatten(0, blocks), k.unflatten(0, blocks), v.unflatten(0, blocks), keys, values, context,
+        window=at.window, causal=at.causal, backend=backend,
+    )  # fmt: skip
+    return _linear(out.flatten(2).flatten(0, 1), at.o_proj, backend=backend)
+
+
+def _before(conv: GroupedConv | None, x: Tensor, n: int, backend: Backend) -> tuple[Tensor, Tensor | None]:
+    if conv is None:
+        return x, None
+    delta = _linear(x, conv.kernel_projection, backend=backend)
+    return block_conv(x, conv.base_kernel[0], delta, n, backend=backend)
+
+
+def _after(
+    conv: GroupedConv | None, h: Tensor, a: Tensor, bias: Tensor | None, delta: Tensor | None, norm: RMSNorm, n: int,
+    finite: Tensor | None, backend: Backend,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    base = None if conv is None else conv.base_kernel[1]
+    return residual_norm(h, a, bias, base, delta, norm.weight, norm.eps, n, finite, backend=backend)
+
+
+def _linear(x: Tensor, *linears: Any, backend: Backend) -> Tensor:
+    return block_linear(x, [m.weight for m in linears], [_scale(m) for m in linears], backend=backend)
+
+
+def _scale(linear: nn.Module) -> Tensor | None:
+    scale = getattr(linear, "scale", None)
+    return scale if isinstance(scale, Tensor) else None

@@ -1,0 +1,111 @@
+"""What the draft layers start from: embedded rows, their first norm, their rotation, and whether drafting makes sense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dflash2.ops.backend import Backend, choose_backend, dependent_launch
+from dflash2.ops.residual_norm import rms_norm
+from dflash2.ops.window_attention import PagedContext
+
+__all__ = ["BlockInputs", "BlockRules", "block_inputs", "block_inputs_reference"]
+
+
+@dataclass(frozen=True)
+class BlockRules:
+    """What does not change from call to call.
+
+    Attributes:
+        vocab_size: V; anchors outside of it cannot draft.
+        mask_id: token of rows 1.. of a block.
+        embedding_scale: factor on the embedded rows.
+        eps: of the norms.
+        rope_scale: factor on cos and sin.
+        any_context: drafting makes sense without a visible context row, since no layer looks at context.
+    """
+
+    vocab_size: int
+    mask_id: int
+    embedding_scale: float
+    eps: float
+    rope_scale: float
+    any_context: bool
+
+
+class BlockInputs(NamedTuple):
+    """Rows of R blocks of n, N = R n.
+
+    Attributes:
+        h: the embedded rows ``[N, H]``, x: the same normed; in the norm's dtype.
+        cos, sin: fp32 ``[N, hd/2]``.
+        valid: int32 ``[R]``, 1 where the anchor is in the vocabulary, the sequence is at the start asked for, and a
+            context row is there.
+    """
+
+    h: Tensor
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+    valid: Tensor
+
+
+def block_inputs(
+    anchors: Tensor, next_positions: Tensor, context: PagedContext, embedding: Tensor, mask_row: Tensor | None,
+    weight: Tensor, frequencies: Tensor, block_rows: int, rules: BlockRules, *, backend: Backend = "auto",
+) -> BlockInputs:  # fmt: skip
+    """Embed anchors and masks and all that the layers need of positions.
+
+    Args:
+        anchors: int64 ``[R]``, any value.
+        next_positions: int64 ``[slots]``, each sequence's next position.
+        context: slots, starts, tags and pages.
+        embedding: ``[V', H]``.
+        mask_row: ``[H]`` in place of the mask token's row, or None.
+        weight: of the first norm, ``[H]``.
+        frequencies: fp32 ``[hd/2]``.
+        block_rows: n.
+        rules: see `BlockRules`.
+        backend: ``"auto"`` (the kernel on a GPU), ``"torch"`` or ``"triton"``.
+
+    Raises:
+        ValueError: the backend cannot run here.
+    """
+    if choose_backend(backend, embedding, weight) == "torch":
+        return block_inputs_reference(
+            anchors, next_positions, context, embedding, mask_row, weight, frequencies, block_rows, rules
+        )
+    from dflash2.kernels import block_inputs as kernel
+
+    found = kernel.block_inputs(
+        anchors, context.starts, context.slots, next_positions, context.tags, context.page_table, embedding, mask_row,
+        frequencies, weight, block_rows=block_rows, vocab_size=rules.vocab_size, mask_id=rules.mask_id, eps=rules.eps,
+        embedding_scale=rules.embedding_scale, rope_scale=rules.rope_scale, length=context.length,
+        page_size=context.page_size, any_context=rules.any_context, dtype=weight.dtype, pdl=dependent_launch(weight),
+    )  # fmt: skip
+    return BlockInputs(*found)
+
+
+def block_inputs_reference(
+    anchors: Tensor, next_positions: Tensor, context: PagedContext, embedding: Tensor, mask_row: Tensor | None,
+    weight: Tensor, frequencies: Tensor, block_rows: int, rules: BlockRules,
+) -> BlockInputs:  # fmt: skip
+    """The definition, in torch."""
+    in_range = (anchors >= 0) & (anchors < rules.vocab_size)
+    ids = torch.full((len(anchors), block_rows), rules.mask_id, dtype=torch.int64, device=anchors.device)
+    ids[:, 0] = anchors.where(in_range, 0)
+    h = F.embedding(ids.flatten(), embedding).to(weight.dtype)
+    if mask_row is not None:
+        h = torch.where((ids.flatten() == rules.mask_id)[:, None], mask_row.to(weight.dtype), h)
+    h = h * rules.embedding_scale if rules.embedding_scale != 1.0 else h
+    positions = (context.starts[:, None] + torch.arange(block_rows, device=anchors.device)).flatten()
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    valid = in_range & (next_positions[context.slots] == context.starts)
+    if not rules.any_context:
+        valid = valid & context.there.any(1)
+    cos, sin = angles.cos() * rules.rope_scale, angles.sin() * rules.rope_scale
+    return BlockInputs(h, rms_norm(h, weight, rules.eps), cos, sin, valid.to(torch.int32))

@@ -1,0 +1,108 @@
+"""Linear maps of few rows: the kernels against the definition in fp64."""
+
+import pytest
+import torch
+
+from dflash2.ops.block_linear import block_linear, block_linear_reference, gated_linear, gated_linear_reference
+from dflash2.ops.int8_rows import quantize_rows
+from dflash2.ops.launch import override
+from dflash2.testing import assert_kernel_close
+
+TRITON = [
+    pytest.param("cpu", marks=pytest.mark.triton),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.triton]),
+]
+# rows N, columns K, output widths
+SHAPES = [
+    (1, 1, (1,)),
+    (7, 37, (13,)),
+    (8, 64, (48, 16, 16)),
+    (16, 300, (33, 17)),  # a tail of columns, tiles that end inside a weight
+    (17, 128, (40,)),
+    (70, 96, (24,)),  # several tiles of rows
+    (0, 64, (32,)),
+]
+LARGE = [(8, 5120, (4096, 1024, 1024)), (56, 4096, (5120,)), (8, 17408, (5120,)), (200, 5120, (1280,))]
+
+
+def problem(shape, dtype, int8, device):
+    rows, inner, outs = shape
+    generator = torch.Generator().manual_seed(rows + inner)
+    x = torch.randn(rows, inner, generator=generator).to(device, dtype)
+    weights = [torch.randn(o, inner, generator=generator).to(device, dtype) / inner**0.5 for o in outs]
+    if not int8:
+        return x, weights, [None] * len(outs)
+    pairs = [quantize_rows(w) for w in weights]
+    return x, [w for w, _ in pairs], [s for _, s in pairs]
+
+
+def doubled(x, weights, scales):
+    return x.double(), [w.double() for w in weights], [None if s is None else s.double() for s in scales]
+
+
+def exactly(x, weights, scales):
+    x, weights, scales = doubled(x, weights, scales)
+    return torch.cat([x @ w.T * (1.0 if s is None else s) for w, s in zip(weights, scales, strict=True)], -1)
+
+
+def hold_to_the_definition(shape, dtype, int8, device):
+    x, weights, scales = problem(shape, dtype, int8, device)
+    y = block_linear(x, weights, scales, backend="triton")
+    assert y.shape[1:] == (shape[0], sum(shape[2]))
+    # Between the reference's fp32 sums and the kernel's lies their order only: sqrt(K) roundings of a value near 1.
+    exact = exactly(x, weights, scales)
+    if exact.numel():
+        error = (y.double().sum(0) - exact).abs().max()
+        assert error <= 4 * shape[1] ** 0.5 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("int8", [False, True], ids=["dense", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_is_the_definition(shape, dtype, int8, device):
+    hold_to_the_definition(shape, dtype, int8, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True], ids=["dense", "int8"])
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_kernel_at_the_sizes_of_a_27b_drafter(shape, int8):
+    hold_to_the_definition(shape, torch.bfloat16, int8, "cuda")
+
+
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("weights_first", [0, 1])
+@pytest.mark.parametrize("split", [1, 3, 8])
+def test_settings_change_the_speed_only(split, weights_first, device):
+    x, weights, scales = problem((5, 200, (70, 20)), torch.float32, False, device)
+    settings = {"BLOCK_O": 64, "BLOCK_K": 64, "SPLIT": split, "WEIGHTS_FIRST": weights_first, "num_warps": 4}
+    with override("block_linear", settings):
+        y = block_linear(x, weights, scales, backend="triton")
+    torch.testing.assert_close(y.sum(0), block_linear_reference(x, weights, scales)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("int8", [False, True], ids=["dense", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 5, 3), (8, 96, 40), (17, 300, 33), (70, 64, 16), (0, 64, 32)], ids=str)
+def test_gated(shape, dtype, int8, device):
+    rows, inner, out = shape
+    x, (gate, up), scales = problem((rows, inner, (out, out)), dtype, int8, device)
+    x64, (gate64, up64), scales64 = doubled(x, (gate, up), scales)
+    g, u = (x64 @ w.T * (1.0 if s is None else s) for w, s in zip((gate64, up64), scales64, strict=True))
+    assert_kernel_close(
+        gated_linear(x, gate, up, scales, backend="triton"),
+        gated_linear_reference(x, gate, up, scales),
+        g * torch.sigmoid(g) * u,
+    )
+
+
+def test_misfits_are_named():
+    x, w = torch.ones(2, 4), torch.ones(3, 5)
+    with pytest.raises(ValueError, match="must have 4 columns"):
+        block_linear(x, [w], [None])
+    with pytest.raises(ValueError, match="int8 with fp32 scales"):
+        block_linear(x, [torch.ones(3, 4, dtype=torch.int8)], [None])
+    with pytest.raises(ValueError, match="one to three weights"):
+        block_linear(x, [], [])
