@@ -17,7 +17,7 @@ from dflash2.errors import ConfigError
 from dflash2.int8_linear import quantize_linears
 from dflash2.lm_head import LMHead, as_lm_head
 from dflash2.model import DraftNetwork
-from dflash2.ops.selector_walk import draw, finite, one_hot, selector_walk, tempered
+from dflash2.ops.selector_walk import draw, finite, one_hot, shape_logits, tempered
 from dflash2.ops.top_candidates import top_candidates
 from dflash2.ops.visibility import block_visible, context_visible
 from dflash2.ops.window_attention import window_attention
@@ -370,10 +370,7 @@ class DFlash2Drafter(DraftNetwork):
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Multiplier, then softcap, in fp32. Monotone, so the best tokens are known before. -inf stays ruled out."""
-        c = self.config
-        logits = logits.float() * c.output_multiplier
-        cap = c.final_logit_softcapping
-        return logits if cap is None else torch.where(logits.isneginf(), logits, cap * torch.tanh(logits / cap))
+        return shape_logits(logits, self.config.output_multiplier, self.config.final_logit_softcapping)
 
     def _choose(
         self, rows: Tensor, anchors: Tensor, valid: Tensor, temperature: Tensor | None, generator: Any
@@ -389,11 +386,17 @@ class DFlash2Drafter(DraftNetwork):
             return self._choose_independently(rows, valid, temperature, noise)
         c, flat = self.config, rows.flatten(0, 1)
         ids, raw = self._head[0].top(flat, c.vocab_size, c.selector_top_k)
-        ids, raw = ids.unflatten(0, shape), raw.unflatten(0, shape)
-        valid, unary = valid & _means_something(raw[..., 0]), finite(self.shape_logits(raw))
-        first, edges = self.candidate_selector.path_scores(rows, anchors, ids, unary)
-        index, q = selector_walk(first, edges, temperature, noise)
-        return Proposal(ids.gather(-1, index[..., None])[..., 0], ids, q, valid)
+        walk = self.candidate_selector.walk(
+            rows,
+            anchors,
+            ids.unflatten(0, shape),
+            raw.unflatten(0, shape),
+            multiplier=c.output_multiplier,
+            softcap=c.final_logit_softcapping,
+            temperature=temperature,
+            uniforms=noise,
+        )
+        return Proposal(walk.tokens, ids.unflatten(0, shape), walk.q, valid & walk.meaningful)
 
     def _choose_independently(
         self, rows: Tensor, valid: Tensor, temperature: Tensor | None, noise: Tensor | None

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from dflash2.ops.selector_walk import Walk, pair_scores, selector_walk
 
 __all__ = ["CandidateSelector"]
 
@@ -42,24 +43,35 @@ class CandidateSelector(nn.Module):
         Returns:
             fp32 ``[..., P, C]``.
         """
-        # `embedding`: the gradient of plain indexing adds up a token's rows one after the other, and in training common
-        # tokens are candidates of most rows.
-        before = F.embedding(predecessors, self.predecessor_codebook).float() * gate.float().unsqueeze(-2)
-        return before @ F.embedding(candidates, self.successor_codebook).float().transpose(-1, -2)
+        return pair_scores(gate, predecessors, candidates, self.predecessor_codebook, self.successor_codebook)
 
-    def path_scores(self, hidden: Tensor, anchors: Tensor, candidates: Tensor, unary: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of all paths through the candidates of k rows, as `selector_walk` reads them.
+    def walk(
+        self,
+        hidden: Tensor,
+        anchors: Tensor,
+        candidates: Tensor,
+        logits: Tensor,
+        *,
+        multiplier: float = 1.0,
+        softcap: float | None = None,
+        temperature: Tensor | None = None,
+        uniforms: Tensor | None = None,
+    ) -> Walk:
+        """`selector_walk` through the candidates of k rows.
 
         Args:
-            hidden: ``[R, k, H]``, post-norm hidden states; k >= 1.
-            anchors: int64 ``[R]``, the token before the first row.
-            candidates: int64 ``[R, k, C]``.
-            unary: fp32 ``[R, k, C]``, their shaped logits.
-
-        Returns:
-            fp32 ``[R, C]`` of row 1 given the anchor, and ``[R, k-1, C, C]`` of row i+1 (last axis) given row i.
+            hidden: ``[R, k, H]``, post-norm hidden states.
+            anchors, candidates, logits, multiplier, softcap, temperature, uniforms: see `selector_walk`.
         """
-        gate = self.hidden_projection(hidden)
-        first = unary[:, 0] + self.pair_scores(gate[:, 0], anchors[:, None], candidates[:, 0])[:, 0]
-        edges = unary[:, 1:, None] + self.pair_scores(gate[:, 1:], candidates[:, :-1], candidates[:, 1:])
-        return first, edges
+        return selector_walk(
+            self.hidden_projection(hidden),
+            anchors,
+            candidates,
+            logits,
+            self.predecessor_codebook,
+            self.successor_codebook,
+            multiplier=multiplier,
+            softcap=softcap,
+            temperature=temperature,
+            uniforms=uniforms,
+        )

@@ -202,10 +202,11 @@ def test_candidates_are_the_largest_with_ties_to_the_lowest_id(values, count):
 
 
 def test_ties_between_candidates_go_to_the_first():
-    first, edges = torch.zeros(1, 4), torch.zeros(1, 2, 4, 4)
-    index, q = selector_walk(first, edges, None, None)
-    assert index.tolist() == [[0, 0, 0]]
-    assert q is None
+    ids, books = torch.tensor([3, 1, 4, 0]).expand(1, 3, 4), torch.randn(5, 2)
+    walk = selector_walk(torch.zeros(1, 3, 2), torch.tensor([2]), ids, torch.zeros(1, 3, 4), books, books)
+    assert walk.index.tolist() == [[0, 0, 0]]
+    assert walk.tokens.tolist() == [[3, 3, 3]]
+    assert walk.q is None
 
 
 @settings(max_examples=100, deadline=None)

@@ -93,13 +93,14 @@ def walked_drafts(vocab: int, k: int, g: torch.Generator, rows: int) -> Proposal
     """The selector's walk over C of V candidates, each row depending on the token drawn before."""
     fixed = torch.Generator().manual_seed(6)
     c = min(4, vocab)
-    ids = torch.stack([torch.randperm(vocab, generator=fixed)[:c] for _ in range(k)])
-    first = torch.randn(c, generator=fixed) * 2
-    edges = torch.randn(k - 1, c, c, generator=fixed) * 2
-    noise = uniform((rows, k), Stream.DRAFT, g, torch.device("cpu"))
-    index, q = selector_walk(first.expand(rows, c), edges.expand(rows, k - 1, c, c), torch.full((rows,), 0.8), noise)
-    candidates = ids.expand(rows, k, c)
-    return Proposal(candidates.gather(-1, index[..., None])[..., 0], candidates, q, torch.ones(rows, dtype=torch.bool))
+    ids = torch.stack([torch.randperm(vocab, generator=fixed)[:c] for _ in range(k)]).expand(rows, k, c)
+    gate, logits = torch.randn(k, 4, generator=fixed), torch.randn(k, c, generator=fixed) * 2
+    books = torch.randn(2, vocab, 4, generator=fixed)
+    t, noise = torch.full((rows,), 0.8), uniform((rows, k), Stream.DRAFT, g, torch.device("cpu"))
+    anchors = torch.zeros(rows, dtype=torch.int64)
+    shared = gate.expand(rows, k, 4), anchors, ids, logits.expand(rows, k, c), *books
+    walk = selector_walk(*shared, temperature=t, uniforms=noise)
+    return Proposal(walk.tokens, ids, walk.q, torch.ones(rows, dtype=torch.bool))
 
 
 def dense_drafts(vocab: int, k: int, g: torch.Generator, rows: int) -> Proposal:
@@ -253,9 +254,10 @@ def test_q_knows_nothing_of_the_targets_settings():
     """B172: q is a softmax at the temperature, nothing else; `propose` does not even take top-k or top-p."""
     parameters = inspect.signature(DFlash2Drafter.propose).parameters
     assert not {"top_p", "top_k", "min_p", "repetition_penalty"} & set(parameters)
-    scores = torch.randn(5, 6)
-    _, q = selector_walk(scores, torch.randn(5, 0, 6, 6), torch.full((5,), 0.7), torch.rand(5, 1))
-    torch.testing.assert_close(q[:, 0], torch.softmax(scores / 0.7, -1))
+    scores, ids = torch.randn(5, 1, 6), torch.arange(6).expand(5, 1, 6)
+    neutral = torch.zeros(5, 1, 2), torch.zeros(5, dtype=torch.int64), ids, scores, torch.zeros(6, 2), torch.zeros(6, 2)
+    walk = selector_walk(*neutral, temperature=torch.full((5,), 0.7), uniforms=torch.rand(5, 1).double())
+    torch.testing.assert_close(walk.q, torch.softmax(scores / 0.7, -1))
 
 
 def test_streams_are_independent():

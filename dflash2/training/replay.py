@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dflash2.drafter import DFlash2Drafter
 from dflash2.lm_head import as_lm_head
-from dflash2.ops.selector_walk import selector_walk
 from dflash2.training.anchors import make_blocks
 from dflash2.training.data import Documents, PackedRows, assign, pack
 from dflash2.training.loss import draft_states
@@ -39,9 +38,10 @@ def greedy_drafts(
     ids, raw = (torch.cat(x).unflatten(0, rows.shape[:2]) for x in zip(*parts, strict=True))
     if drafter.candidate_selector is None:
         return ids[..., 0], ids[..., 0]
-    scores = drafter.candidate_selector.path_scores(rows, anchors, ids, drafter.shape_logits(raw))
-    path, _ = selector_walk(*scores, None, None)
-    return ids.gather(-1, path.unsqueeze(-1)).squeeze(-1), ids[..., 0]
+    walk = drafter.candidate_selector.walk(
+        rows, anchors, ids, raw, multiplier=c.output_multiplier, softcap=c.final_logit_softcapping
+    )
+    return walk.tokens, ids[..., 0]
 
 
 @dataclass(frozen=True)
