@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   dflash2 generate "Why is the sky blue?"            stream one answer
   dflash2 generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --file prompt.txt
   dflash2 inspect path/to/drafter --target path/to/target
+  dflash2 head-report --target path/to/target --text my.txt    what an int8 head would change
 
 exit codes: 0 done, 1 an output differed or did not fit, 2 the input was wrong (the message says what to change)
 """
@@ -37,6 +38,10 @@ def _at_least_1(text: str) -> int:
 def _pair(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
     parser.add_argument("--target", default=EMBEDDED_TARGET, help=f"the model that decides: {PAIR_HELP}")
     parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help=f"the model that drafts: {PAIR_HELP}")
+    _where(parser, dtype)
+
+
+def _where(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
     parser.add_argument(
         "--dtype", default=dtype, help="float32, bfloat16, float16; auto: bfloat16 on GPUs (default: %(default)s)"
@@ -83,6 +88,23 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--target", help="check the fit with this target (its config is enough)")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
+
+    head = commands.add_parser(
+        "head-report",
+        help="how an int8 output head would change a target, on real text",
+        description="Run a target over text and compare its next-token distributions with those under an int8 copy of "
+        "its head: argmax flips, KL divergence, bytes. What to know before target and drafter share an int8 head.",
+    )
+    head.add_argument("--target", default=EMBEDDED_TARGET, help=f"the model whose head it is: {PAIR_HELP}")
+    head.add_argument(
+        "--text", type=Path, nargs="+", metavar="FILE",
+        help='text files, or .jsonl of prompts like {"turns": [".."]}, which go into the chat template '
+        "(default: a model card and a module of this package)",
+    )  # fmt: skip
+    head.add_argument("--max-tokens", type=_at_least_1, default=4096, help="stop after so many (default: %(default)s)")
+    _where(head)
+    head.add_argument("--json", action="store_true", help="print only the JSON line")
+    head.set_defaults(run=_head_report)
     return parser
 
 
@@ -166,6 +188,16 @@ def _inspect(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(facts)))
     return FAILED if problems else 0
+
+
+def _head_report(args: argparse.Namespace) -> int:
+    from dflash2.evaluation.head_report import default_texts, report, table
+
+    found = report(args.target, args.text or default_texts(), args.max_tokens, args.device, args.dtype)
+    if not args.json:
+        print(table(found))
+    print(json.dumps(found))
+    return 0
 
 
 def _lines(facts: dict[str, Any], indent: str = "") -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash2.config import DFlash2Config
 from dflash2.drafter import DFlash2Drafter
+from dflash2.int8_linear import has_int8_linears, int8_saving
 
 __all__ = ["describe", "propose_bytes"]
 
@@ -33,8 +34,9 @@ def propose_bytes(
 def describe(drafter: DFlash2Drafter, page_size: int = 16) -> dict[str, Any]:
     """Facts about a loaded drafter, ready for printing or JSON. Sizes in bytes, in the dtype it was loaded in."""
     c = drafter.config
-    sizes = {name: p.nbytes for name, p in drafter.named_parameters()}
-    books = sum(n for name, n in sizes.items() if "_codebook" in name)
+    tensors = drafter.state_dict()  # parameters, and the weights and scales of int8 linears
+    size = sum(t.nbytes for t in tensors.values())
+    read = size - sum(t.nbytes for name, t in tensors.items() if "_codebook" in name)
     item = drafter.dtype.itemsize
     row = 2 * item * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
     retention = c.retention
@@ -42,9 +44,10 @@ def describe(drafter: DFlash2Drafter, page_size: int = 16) -> dict[str, Any]:
     pages = c.window_pages(page_size)
     return {
         "architecture": c.architecture,
-        "parameters": sum(p.numel() for p in drafter.parameters()),
-        "weight_bytes": sum(sizes.values()),
+        "parameters": sum(t.numel() for name, t in tensors.items() if not name.endswith(".scale")),
+        "weight_bytes": size,
         "dtype": str(drafter.dtype).removeprefix("torch."),
+        "int8 linears": has_int8_linears(drafter),
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
         "num_hidden_layers": c.num_hidden_layers,
@@ -67,6 +70,7 @@ def describe(drafter: DFlash2Drafter, page_size: int = 16) -> dict[str, Any]:
         if pages is not None
         else "grows: a layer attends to everything",
         "kv_bytes_per_sequence": None if pages is None else pages * page_size * row,
-        "bytes_per_propose": propose_bytes(c, sum(sizes.values()) - books, context, item, item),
-        "bytes_per_propose_int8_head": propose_bytes(c, sum(sizes.values()) - books, context, item, 1),
+        "bytes_per_propose": propose_bytes(c, read, context, item, item),
+        "bytes_per_propose_int8_head": propose_bytes(c, read, context, item, 1),
+        "bytes_per_propose_int8_all": propose_bytes(c, read - int8_saving(drafter), context, item, 1),
     }

@@ -13,12 +13,13 @@ from dflash2.errors import ConfigError
 from dflash2.ops.int8_linear import int8_linear
 from dflash2.ops.int8_rows import quantize_rows
 
-__all__ = ["Int8Linear", "has_int8_linears", "quantize_linears"]
+__all__ = ["Int8Linear", "has_int8_linears", "int8_saving", "quantize_linears"]
 
 #: What is read whole in every pass. The codebooks are only gathered from, and the selector's projection is small.
 QUANTISED = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "kernel_projection", "fc")
 )
+SCALE_BYTES = 4
 CHECK_ROWS = 16
 #: Rounding to rows of int8 adds crest / (127 sqrt(12)) of a layer's output, crest = largest weight / their rms. Normal
 #: rows have a crest of 4 and lose 0.01; this limit is a crest of 44: a few outliers, and nothing left of the rest.
@@ -79,6 +80,22 @@ def has_int8_linears(network: nn.Module) -> bool:
     return any(isinstance(m, Int8Linear) for m in network.modules())
 
 
+def _large_linears(network: nn.Module) -> list[tuple[str, nn.Module, str, nn.Linear]]:
+    """Name, parent, name in the parent, layer: those that `quantize_linears` replaces."""
+    return [
+        (f"{name}.{child}".lstrip("."), parent, child, linear)
+        for name, parent in network.named_modules()
+        for child, linear in parent.named_children()
+        if child in QUANTISED and isinstance(linear, nn.Linear)
+    ]
+
+
+def int8_saving(network: nn.Module) -> int:
+    """Bytes by which `quantize_linears` would make a drafter smaller; 0 afterwards."""
+    weights = [linear.weight for _, _, _, linear in _large_linears(network)]
+    return sum(w.nbytes - w.numel() - SCALE_BYTES * w.shape[0] for w in weights)
+
+
 def quantize_linears(network: nn.Module) -> None:
     """Replace the large linears of a drafter by int8 ones, all or none. Each is held against the one it replaces.
 
@@ -89,19 +106,13 @@ def quantize_linears(network: nn.Module) -> None:
     Raises:
         ConfigError: naming the layer whose weight is not finite, or whose outputs int8 changes too much.
     """
-    found = [
-        (name, parent, child, linear)
-        for name, parent in network.named_modules()
-        for child, linear in parent.named_children()
-        if child in QUANTISED and isinstance(linear, nn.Linear)
-    ]
-    made = []
-    for name, _, child, linear in found:
+    found, made = _large_linears(network), []
+    for name, _, _, linear in found:
         try:
             made.append(Int8Linear.from_linear(linear))
             _check(linear, made[-1])
         except ConfigError as e:
-            raise ConfigError(f"{name}.{child}".lstrip(".") + f" cannot be int8: {e}") from None
+            raise ConfigError(f"{name} cannot be int8: {e}") from None
     for (_, parent, child, _), new in zip(found, made, strict=True):
         setattr(parent, child, new)
 

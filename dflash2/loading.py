@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import CheckpointError, ConfigError
+from dflash2.lm_head import Int8LMHead
 from dflash2.targets import EMBEDDED_TARGET, resolve_target
 
-__all__ = ["load_pair", "load_target", "pick_device"]
+__all__ = ["int8_head", "load_pair", "load_target", "pick_device"]
 
 
 def pick_device(device: str = "auto", dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
@@ -63,9 +65,44 @@ def load_target(name: str, device: torch.device, dtype: torch.dtype) -> tuple[An
     return model.to(device).eval(), tokenizer
 
 
-def load_pair(target: str, drafter: str, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any, DFlash2Drafter]:
-    """Target, tokenizer and drafter. The drafter is read first: its faults show before a large target is loaded."""
+def int8_head(target: Any) -> Int8LMHead:
+    """An int8 copy of a target's output head, tied or not; the target keeps its own.
+
+    Raises:
+        ConfigError: it has no head, or none of 16 or 32 bits.
+    """
+    head = target.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor):
+        found = "no output head" if head is None else f"a {type(head).__name__} without a weight as its head"
+        raise ConfigError(f"{type(target).__name__} has {found}: expected a causal LM whose head is a linear layer.")
+    if not weight.is_floating_point():
+        raise ConfigError(f"{type(target).__name__}'s head is {weight.dtype} already: load the target in 16 bits.")
+    return Int8LMHead.from_linear(head)
+
+
+def load_pair(
+    target: str,
+    drafter: str,
+    device: str = "auto",
+    dtype: str = "auto",
+    *,
+    int8_linears: bool = False,
+    draft_int8_head: bool = False,
+) -> tuple[Any, Any, DFlash2Drafter]:
+    """Target, tokenizer and drafter. The drafter is read first: its faults show before a large target is loaded.
+
+    Args:
+        target, drafter: names, folders or hub ids.
+        device, dtype: see `pick_device`.
+        int8_linears: quantise the drafter's linears (`DFlash2Drafter.quantize_linears`).
+        draft_int8_head: drafts are picked by an int8 copy of the target's head; the target decides by its own.
+    """
     where, kind = pick_device(device, dtype)
     draft = DFlash2Drafter.from_pretrained(drafter, dtype=kind, device=where)
+    if int8_linears:
+        draft.quantize_linears()
     model, tokenizer = load_target(target, where, kind)
+    if draft_int8_head:
+        draft.bind_target(model.get_input_embeddings(), int8_head(model))
     return model, tokenizer, draft

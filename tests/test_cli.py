@@ -11,34 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_generate import SHAPE, drafter
-from torch import nn
+from test_generate import drafter
 
 import dflash2
 from dflash2 import cli
-
-WORDS = ["<unk>", "<pad>", "<eos>", "<mask>", *(f"w{i}" for i in range(46))]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> tuple[str, str]:
-    """A random Llama of 50 words with a tokenizer, and a drafter for it: two folders."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    root = tmp_path_factory.mktemp("pair")
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>", "mask_token": "<mask>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(root / "target")
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"pad_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}))
-    for p in model.parameters():
-        if p.dim() > 1:
-            nn.init.normal_(p, std=0.3)
-    model.save_pretrained(root / "target")
-    drafter().save_pretrained(root / "drafter")
-    return str(root / "target"), str(root / "drafter")
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -75,6 +51,7 @@ def test_help_is_fast_and_needs_no_torch():
         "demo",
         "generate",
         "inspect",
+        "head-report",
         "examples:",
         "exit codes:",
         "--target",
@@ -89,6 +66,10 @@ def test_help_is_fast_and_needs_no_torch():
         ("demo", ["--prompt", "--json", "default: 128", "smollm2-135m-dflash2"]),
         ("generate", ["--file", "--temperature", "0 is greedy", "--seed", "standard input", "default: 256", "--raw"]),
         ("inspect", ["--target", "--json", "fit"]),
+        (
+            "head-report",
+            ["--target", "--text", "--max-tokens", "default: 4096", "KL divergence", "chat template", "--json"],
+        ),
     ],
 )
 def test_help_of_a_command(command, words, capsys):
@@ -104,7 +85,7 @@ def test_every_option_is_explained():
     parsers = [cli._parser()]
     commands = next(a for a in parsers[0]._actions if isinstance(a, argparse._SubParsersAction))
     parsers += commands.choices.values()
-    assert sorted(commands.choices) == ["demo", "generate", "inspect"]
+    assert sorted(commands.choices) == ["demo", "generate", "head-report", "inspect"]
     for action in (a for p in parsers for a in p._actions):
         assert action.help or isinstance(action, argparse._SubParsersAction), action.option_strings
 
@@ -157,6 +138,11 @@ def test_as_a_module():
             ["demo", "--target", "TARGET", "--drafter", "DRAFTER", "--json", "/no/such/dir/x.json"],
             "/no/such/dir/x.json",
         ),
+        (["head-report", "--target", "/no/such/target"], "target /no/such/target: no such folder"),
+        (["head-report", "--text", "/no/such/file"], "--text /no/such/file cannot be read as UTF-8 text"),
+        (["head-report", "--text", "/no/such/file.jsonl"], "/no/such/file.jsonl cannot be read as JSON lines"),
+        (["head-report", "--target", "TARGET", "--max-tokens", "0"], "no whole number of at least 1"),
+        (["head-report", "--target", "TARGET", "--dtype", "int8"], "dtype='int8'"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -269,6 +255,23 @@ def test_inspect_full_attention(tmp_path, capsys):
     assert code == 0
     assert "grows: a layer attends to everything" in out
     assert "['full', 16]" in out
+
+
+def test_inspect_counts_int8(pair, capsys):
+    """The line for int8 is what a drafter with int8 linears then says of itself."""
+    from dflash2.inspection import describe
+
+    facts = json.loads(run(capsys, "inspect", pair[1], "--json")[1])
+    made = drafter().quantize_linears()
+    quantised = describe(made)
+    assert (facts["int8 linears"], quantised["int8 linears"]) == (False, True)
+    assert quantised["parameters"] == facts["parameters"]
+    assert quantised["bytes_per_propose_int8_head"] == quantised["bytes_per_propose_int8_all"]
+    assert quantised["bytes_per_propose_int8_all"] == facts["bytes_per_propose_int8_all"]
+    linears = [m for m in drafter().modules() if isinstance(m, torch.nn.Linear)]
+    large = [m.weight for m in linears if m is not made.candidate_selector.hidden_projection and m.weight.shape[0] != 6]
+    saved = sum(3 * w.numel() - 4 * w.shape[0] for w in large)  # from 4 bytes to 1, and 4 for each scale
+    assert quantised["weight_bytes"] == facts["weight_bytes"] - saved
 
 
 # -- generate -------------------------------------------------------------------------------------------------------
@@ -404,3 +407,30 @@ def test_first_difference():
     logits = model(torch.tensor([[5, 6, 7, 1]])).logits[0, -1]
     assert (found.index, found.tokens) == (1, (2, 9))
     assert found.logit_gap == pytest.approx(float(logits[2] - logits[9]), abs=1e-5)
+
+
+# -- head-report ----------------------------------------------------------------------------------------------------
+
+
+def test_head_report(pair, tmp_path, capsys):
+    text, prompts = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_text("w5 w9 w1 w30 " * 20)
+    prompts.write_text('{"turns": ["w2 w3"]}\n{"turns": ["w7"]}\n')
+    argv = ["head-report", "--target", pair[0], "--text", str(text), str(prompts)]
+    code, out, err = run(capsys, *argv)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0] == "target: int8 head beside its own (float32), 83 positions of a.txt, b.jsonl"
+    found = json.loads(lines[-1])
+    assert (found["target"], found["tokens"], found["tied"], found["max_tokens"]) == ("target", 83, True, 4096)
+    assert 0 <= found["kl_median"] <= found["kl_p99"] <= found["kl_max"]
+    assert [t["file"] for t in found["texts"]] == ["a.txt", "b.jsonl"]
+    assert found["provenance"]["device"].startswith("cpu (")
+    code, out, _ = run(capsys, *argv, "--json", "--max-tokens", "5")
+    assert (code, len(out.splitlines()), json.loads(out)["tokens"]) == (0, 1, 5)
+
+
+def test_head_report_has_a_text_of_its_own(pair, capsys):
+    code, out, _ = run(capsys, "head-report", "--target", pair[0], "--json", "--max-tokens", "700")
+    assert code == 0
+    assert json.loads(out)["tokens"] == 700

@@ -25,6 +25,7 @@ import dflash2
 from dflash2.checkpoint_files import DEFAULT_DRAFTER
 from dflash2.command import run_command
 from dflash2.errors import ConfigError
+from dflash2.int8_linear import has_int8_linears
 from dflash2.prompts import prompt_ids, read_prompts
 from dflash2.provenance import provenance
 from dflash2.targets import EMBEDDED_TARGET
@@ -184,7 +185,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from dflash2.loading import load_pair
 
     sets = _sets(args.prompts, args.limit)
-    target, tokenizer, drafter = load_pair(args.target, args.drafter, args.device, args.dtype)
+    target, tokenizer, drafter = load_pair(
+        args.target, args.drafter, args.device, args.dtype,
+        int8_linears=args.drafter_int8, draft_int8_head=args.draft_int8_head,
+    )  # fmt: skip
+    dtype = str(drafter.dtype).removeprefix("torch.")
     names = ("max_new_tokens", "batch_size", "num_draft_tokens", "temperature", "seed")
     settings = {name: getattr(args, name) for name in names}
     measured = {}
@@ -202,7 +207,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         },
         "settings": {
             **settings,
-            "dtype": str(drafter.dtype).removeprefix("torch."),
+            "dtype": dtype,
+            "drafter_linears": "int8" if has_int8_linears(drafter) else dtype,
+            "draft_head": "int8" if args.draft_int8_head else dtype,
+            "target_head": dtype,
             "block_size": drafter.config.block_size,
             "turns": "first only",
             "template_sha256": _template(tokenizer),
@@ -240,6 +248,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-draft-tokens", type=int, help="drafts per round (default: all the block has room for)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drafter-int8", action="store_true", help="weight-only int8 for the drafter's own linears")
+    parser.add_argument(
+        "--draft-int8-head", action="store_true",
+        help="pick drafts by an int8 copy of the target's head (the target decides by its own)",
+    )  # fmt: skip
     parser.add_argument("--dtype", default="auto", help="auto: bfloat16 on GPUs, else float32")
     parser.add_argument("--device", default="auto")
     return parser.parse_args(argv)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dflash2.errors import ConfigError
-from dflash2.evaluation.acceptance import MIN_PROMPTS, summarise
+from dflash2.evaluation.acceptance import MIN_PROMPTS, main, summarise
 from dflash2.prompts import read_prompts
 
 
@@ -63,3 +63,32 @@ def test_prompt_file(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"id": i, "turns": [str(i)]}) + "\n" for i in range(3)) + "\n")
     assert [p["turns"] for p in read_prompts([path, path])] == [["0"], ["1"], ["2"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "linears", "head"),
+    [
+        ([], "float32", "float32"),
+        (["--drafter-int8"], "int8", "float32"),
+        (["--draft-int8-head"], "float32", "int8"),
+        (["--drafter-int8", "--draft-int8-head", "--dtype", "bfloat16"], "int8", "int8"),
+    ],
+    ids=str,
+)
+def test_the_report_says_what_was_measured(flags, linears, head, pair, tmp_path):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "eval.json"
+    prompts.write_text("".join(json.dumps({"turns": [f"w{i} w3 w{2 * i}"]}) + "\n" for i in range(7)))
+    main([
+        "--target", pair[0], "--drafter", pair[1], "--prompts", f"words={prompts}", "--out", str(out),
+        "--max-new-tokens", "20", "--limit", "6", "--device", "cpu", *flags,
+    ])  # fmt: skip
+    report = json.loads(out.read_text())
+    settings, details = report["settings"], report["details"]["words"]
+    assert (settings["drafter_linears"], settings["draft_head"]) == (linears, head)
+    assert settings["dtype"] == settings["target_head"] == ("bfloat16" if "--dtype" in flags else "float32")
+    assert "template_sha256" in settings
+    assert report["prompts"]["words"]["count"] == details["prompts"] == 6
+    assert report["acceptance_length"]["words"] == details["acceptance_length"] >= 1
+    assert list(details["by_context"]) == ["0-127"]
+    assert details["by_context"]["0-127"]["rounds"] == details["rounds"]
+    assert report["provenance"]["target"] == "target"
