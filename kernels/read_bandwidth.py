@@ -8,14 +8,7 @@ import triton.language as tl
 DEFAULTS = {"PROGRAMS": 4, "BLOCK": 8192, "num_warps": 8, "num_stages": 3}
 CANDIDATES = [
     {"PROGRAMS": programs, "BLOCK": block, "num_warps": warps, "num_stages": stages}
-    for programs, block, warps in (
-        (1, 16384, 16),
-        (2, 8192, 8),
-        (4, 4096, 8),
-        (4, 8192, 8),
-        (8, 4096, 4),
-        (16, 4096, 4),
-    )
+    for programs, block, warps in ((1, 16384, 16), (2, 8192, 8), (4, 8192, 8), (8, 4096, 4), (16, 4096, 4))
     for stages in (1, 3)
 ]
 
@@ -25,7 +18,7 @@ def _read_kernel(x_ptr, sums_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.conste
     program, programs = tl.program_id(0), tl.num_programs(0)
     total = tl.zeros([BLOCK], dtype=tl.int32)
     for block in tl.range(program, blocks, programs, num_stages=STAGES):
-        total += tl.load(x_ptr + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), eviction_policy="evict_first")
+        total += tl.load(x_ptr + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK), eviction_policy="evict_first")
     # Stored, so that no load can be left out.
     tl.store(sums_ptr + program, tl.sum(total))
 

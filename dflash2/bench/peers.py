@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from types import FrameType
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash2.bench.rounds import Target, random_taps
+from dflash2.bench.rounds import Round, Target, random_taps
 from dflash2.drafter import DFlash2Drafter
 
-__all__ = ["PublishedRound", "compiled_int8_head", "dense_head", "time_limit"]
+__all__ = ["PublishedRound", "compiled_int8_head", "dense_head", "reference_round", "time_limit"]
 
 #: For a peer that has to be compiled.
 COMPILE_S = 60.0
@@ -63,6 +64,29 @@ def compiled_int8_head(x: Tensor, weight: Tensor, scale: Tensor, count: int) -> 
     with time_limit(COMPILE_S), torch.no_grad():
         compiled(x)
     return lambda: compiled(x)
+
+
+def reference_round(drafter: DFlash2Drafter, target: Target, context: int, *, compiled: bool) -> Round:
+    """A round of our own definitions in torch, one sequence, 16-bit head; eagerly, or the network by ``torch.compile``.
+
+    Args:
+        drafter: whose weights to use; it stays as it is.
+        target: in 16 bits.
+        context: tokens before the round.
+        compiled: let ``torch.compile`` have the network.
+
+    Raises:
+        TimeoutError: compiling took too long.
+    """
+    plain, weight = copy(drafter), target.head.weight
+    plain.backend = "torch"
+    plain.bind_target(target.embedding, lambda x: F.linear(x, weight))
+    run = Round(plain, 1, context, captured=False)
+    if compiled:
+        plain.compile(dynamic=False)
+        with time_limit(COMPILE_S):
+            run()
+    return run
 
 
 class PublishedRound:

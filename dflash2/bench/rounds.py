@@ -64,9 +64,12 @@ class Round:
         sequences: R.
         context: tokens appended to each sequence before, through `append`; `start` is where the block then begins.
         max_tokens: of the KV; equal ones let KVs be compared.
+        captured: replay CUDA graphs, on a GPU.
     """
 
-    def __init__(self, drafter: DFlash2Drafter, sequences: int, context: int, max_tokens: int = 1 << 18):
+    def __init__(
+        self, drafter: DFlash2Drafter, sequences: int, context: int, max_tokens: int = 1 << 18, *, captured: bool = True
+    ):
         self.drafter, self.sequences = drafter, sequences
         self.rows = drafter.config.block_size
         self.stored = max(1, self.rows // 2)
@@ -85,7 +88,7 @@ class Round:
         self.lengths, self.valid = counts(self.rows), counts(self.stored)
         self.before, self.starts = counts(context), counts(self.start)
         self.nexts = self.kv.next.clone()
-        if device.type == "cuda":
+        if captured and device.type == "cuda":
             drafter.capture(self.kv, batch_sizes=(sequences,))
 
     def _fill(self, context: int) -> None:

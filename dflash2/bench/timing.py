@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class Timer:
                 run()
             mark.record()
         self.wait()
-        return [a.elapsed_time(b) * 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)]
+        return [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
 
     @staticmethod
     def _host_lap(run: Call, repeats: int) -> float:
