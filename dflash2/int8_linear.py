@@ -119,7 +119,7 @@ def quantize_linears(network: nn.Module) -> None:
 
 @torch.no_grad()
 def _check(linear: nn.Linear, new: Int8Linear) -> None:
-    """Compare outputs on random signs, through the product that propose will use.
+    """Compare outputs on random signs, as `Int8Linear` gives them on this device.
 
     A weight is off by at most half a step, so its K errors add up, under random signs, to more than 8 times
     sqrt(K) / 2 steps with a probability below 3e-14 (Hoeffding). Beyond that the product itself is wrong.
