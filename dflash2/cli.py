@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dflash2
+from dflash2.bench.command import add_commands
 from dflash2.checkpoint_files import DEFAULT_DRAFTER
 from dflash2.command import run_command
 from dflash2.targets import EMBEDDED_TARGET
@@ -24,8 +25,9 @@ EXAMPLES = """examples:
   dflash2 generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --file prompt.txt
   dflash2 inspect path/to/drafter --target path/to/target
   dflash2 head-report --target path/to/target --text my.txt    what an int8 head would change
+  dflash2 tune && dflash2 bench                      launch settings of this GPU, then its speed
 
-exit codes: 0 done, 1 an output differed or did not fit, 2 the input was wrong (the message says what to change)
+exit codes: 0 done, 1 an output differed or a check failed, 2 the input was wrong (the message says what to change)
 """
 
 
@@ -105,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     _where(head)
     head.add_argument("--json", action="store_true", help="print only the JSON line")
     head.set_defaults(run=_head_report)
+
+    add_commands(commands)
     return parser
 
 
