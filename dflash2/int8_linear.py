@@ -27,9 +27,7 @@ MAX_RELATIVE_ERROR = 0.1
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with a weight-only int8 weight; activations keep their dtype, sums are in fp32.
-
-    A row's result does not depend, to the bit, on how many rows come in one call.
+    """A linear layer with a weight-only int8 weight; activations keep their dtype, sums are in fp32 (`int8_linear`).
 
     Attributes:
         weight: int8 ``[O, K]``.
