@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash2.append import append_on_device, append_on_host
+from dflash2.append import append_on_device, append_on_host, append_rows_on_device
+from dflash2.capture import CAPTURED_BATCHES, CapturedDrafting
 from dflash2.config import MAX_PADDED_ROWS, DFlash2Config
 from dflash2.errors import ConfigError
+from dflash2.fused import fused_pass
 from dflash2.int8_linear import quantize_linears
 from dflash2.lm_head import LMHead, as_lm_head
 from dflash2.model import DraftNetwork
+from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.selector_walk import draw, finite, one_hot, shape_logits, tempered
 from dflash2.ops.top_candidates import top_candidates
-from dflash2.ops.visibility import block_visible, context_visible
-from dflash2.ops.window_attention import window_attention
+from dflash2.ops.window_attention import PagedContext, window_attention
 from dflash2.positions import (
     as_list,
     host_integers,
@@ -59,6 +61,8 @@ class DFlash2Drafter(DraftNetwork):
     """
 
     mask_embedding: Tensor | None
+    #: ``"auto"``: kernels on a GPU, modules elsewhere. ``"torch"`` and ``"triton"`` insist on one of them.
+    backend: Backend = "auto"
 
     def __init__(self, config: DFlash2Config, *, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__(config, device=device, dtype=dtype or getattr(torch, config.dtype))
@@ -247,9 +251,11 @@ class DFlash2Drafter(DraftNetwork):
             raise ValueError("token_ids publish rows under host positions only: these are on a device. Leave them out.")
         with torch.no_grad(), self._own_dtype():
             if on_host:
-                append_on_host(self, kv, seqs, taps, start_positions, lengths, valid_lengths, token_ids)
+                append_on_host(self, kv, seqs, taps, start_positions, lengths, valid_lengths, token_ids, self.backend)
             else:
-                append_on_device(self, kv, seqs, taps, start_positions, lengths, valid_lengths)
+                append_on_device(
+                    self, kv, seqs, taps, start_positions, lengths, valid_lengths, self.backend, self._captured(kv)
+                )
 
     def propose(
         self,
@@ -284,16 +290,67 @@ class DFlash2Drafter(DraftNetwork):
         self._check_propose(k)
         starts, length = self._starts(kv, seqs, start_positions)
         slots = kv.slots(seqs)
-        given = integer_ids("anchor_ids", anchor_ids).to(self.device)
-        if given.shape != starts.shape:
-            raise ValueError(f"anchor_ids has shape {list(given.shape)}: expected one id for each of {len(seqs)}.")
-        in_range = (given >= 0) & (given < self.config.vocab_size)
-        anchors, temperatures = given.where(in_range, 0), _temperatures(temperature, starts)
+        anchors = integer_ids("anchor_ids", anchor_ids).to(self.device)
+        if anchors.shape != starts.shape:
+            raise ValueError(f"anchor_ids has shape {list(anchors.shape)}: expected one id for each of {len(seqs)}.")
+        temperatures = _temperatures(temperature, starts)
+        noise = None
+        if temperatures is not None:
+            noise = uniform((len(seqs), k), Stream.DRAFT, generator, self.device)
         with torch.no_grad(), self._own_dtype():
-            hidden, has_context = self._block(kv, slots, starts, anchors, k, length)
-            valid = in_range & has_context & hidden.isfinite().flatten(1).all(1) & (kv.next[slots] == starts)
-            rows = torch.nan_to_num(hidden[:, 1:], posinf=0.0, neginf=0.0)
-            return self._choose(rows, anchors, valid, temperatures, generator)
+            inputs = (slots, starts, anchors, temperatures, noise)
+            captured = self._captured(kv)
+            if captured is not None and captured.k == k and (replayed := captured.propose(*inputs)) is not None:
+                return replayed
+            return self._draft(kv, k, length, *inputs)
+
+    def capture(
+        self, kv: WindowKV, batch_sizes: Sequence[int] = CAPTURED_BATCHES, num_draft_tokens: int | None = None
+    ) -> None:
+        """Record `propose`, and `append` of what a verify pass leaves, as CUDA graphs: a call is then one launch.
+
+        From now on `propose` with this KV replays the smallest graph that holds its requests, and so does `append` with
+        positions on the device and at most k+1 rows for each request. Results are those of the calls without graphs.
+        Larger batches, other k and other forms run as before. Capturing again replaces the graphs; `bind_target`,
+        `quantize_linears` and a move of the weights end them.
+
+        Args:
+            kv: from `new_kv`.
+            batch_sizes: numbers of requests to capture for; smaller batches are filled up.
+            num_draft_tokens: k, by default ``block_size - 1``.
+
+        Raises:
+            ConfigError: the drafter is not on a GPU or not bound, the KV is another drafter's, or a size is out of range.
+        """
+        self._check_kv(kv)
+        k = self.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        self._check_propose(k)
+        if self.device.type != "cuda":
+            raise ConfigError(f"capture records CUDA graphs and the drafter is on {self.device}: move it to a GPU first.")
+        if not batch_sizes or not all(is_integer(n) and 1 <= n <= kv.max_sequences for n in batch_sizes):
+            raise ConfigError(f"batch_sizes={list(batch_sizes)}: expected numbers from 1 to {kv.max_sequences}.")
+        kv.captured = None
+        with torch.no_grad(), self._own_dtype():
+            kv.captured = CapturedDrafting(
+                self._captured_weights(),
+                lambda **inputs: self._draft(kv, k, self._most_context(kv), **inputs),
+                lambda **inputs: append_rows_on_device(self, kv, **inputs),
+                batch_sizes,
+                k,
+                self.norm.weight.new_empty(0, len(self.config.target_layer_ids) * self.config.hidden_size),
+                kv.padding_slot,
+            )
+
+    def _captured_weights(self) -> list[Tensor]:
+        """Tensors whose address changes when what a graph reads is moved, quantised or bound anew."""
+        linears = [m.weight for layer in self.draft_layers for m in (layer.self_attn.q_proj, layer.mlp.down_proj)]
+        head = [t for t in (getattr(self._head[0], "weight", None),) if isinstance(t, Tensor)]
+        return [self.norm.weight, self.fc.weight, self._embedding[0], *linears, *head]
+
+    def _captured(self, kv: WindowKV) -> CapturedDrafting | None:
+        """The graphs over this KV, unless they read what is no longer this drafter's."""
+        captured: CapturedDrafting | None = kv.captured
+        return captured if captured is not None and captured.serves(self._captured_weights()) else None
 
     def _own_dtype(self) -> AbstractContextManager[Any]:
         """A row depends on its taps and position only, not on a cast that happens to be on around the call."""
@@ -324,7 +381,7 @@ class DFlash2Drafter(DraftNetwork):
 
     def _starts(self, kv: WindowKV, seqs: Sequence[int], start_positions: Any) -> tuple[Tensor, int]:
         """Start positions on the device, and how many context positions before them are worth gathering."""
-        most = kv.ring if self.config.retention is None else min(self.config.retention, kv.ring)
+        most = self._most_context(kv)
         if on_device(start_positions):
             return integers_on_device("start_positions", start_positions, len(seqs), self.device), most
         starts = host_integers("start_positions", start_positions, len(seqs))
@@ -333,30 +390,41 @@ class DFlash2Drafter(DraftNetwork):
         length = max((end - first for first, end in spans), default=0)
         return torch.tensor(starts, dtype=torch.int64, device=self.device), min(length, most)
 
-    def _block(
-        self, kv: WindowKV, slots: Tensor, starts: Tensor, anchors: Tensor, k: int, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Final hidden states ``[R, k+1, H]`` and whether any context row is visible (if any can be), ``[R]``."""
+    def _most_context(self, kv: WindowKV) -> int:
+        """Positions before a start that any layer can see."""
+        return kv.ring if self.config.retention is None else min(self.config.retention, kv.ring)
+
+    def _draft(
+        self, kv: WindowKV, k: int, length: int, slots: Tensor, starts: Tensor, anchors: Tensor,
+        temperature: Tensor | None, noise: Tensor | None,
+    ) -> Proposal:  # fmt: skip
+        """All that a propose does on the device; it looks at no value, so it can be captured."""
+        context = PagedContext(kv.tags, kv.page_table, slots, starts, kv.page_size, length)
+        table = self._embedding[0]
+        if choose_backend(self.backend, self.norm.weight, table, dots=True) == "triton":
+            mask_row = self.mask_embedding
+            rows, valid = fused_pass(self, kv, context, table, mask_row, anchors, k + 1, self.backend)
+        else:
+            rows, valid = self._pass_by_modules(kv, context, anchors, k)
+        return self._choose(rows, anchors, valid, temperature, noise)
+
+    def _pass_by_modules(self, kv: WindowKV, context: PagedContext, anchors: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Final hidden states of rows 1..k, ``[R, k, H]``, and which requests can draft, ``[R]``: see `fused_pass`."""
         c = self.config
-        positions = starts[:, None] + torch.arange(k + 1, device=starts.device)
-        rows, keys_at, there = kv.context(slots, starts, length)
-        query, start = positions[:, :, None], starts[:, None, None]
-        masks = {}
-        for rule in set(zip(c.windows, c.causal, strict=True)):
-            window, causal = rule
-            context = there[:, None] & context_visible(query, keys_at[:, None], start, window=window)
-            block = block_visible(query, positions[:, None], window=window, causal=causal)
-            masks[rule] = torch.cat((context, block), -1)
 
         def attend(layer: int, q: Tensor, k_rows: Tensor, v_rows: Tensor) -> Tensor:
-            mask = masks[c.windows[layer], c.causal[layer]]
-            return window_attention(q, k_rows, v_rows, kv.keys[layer][rows], kv.values[layer][rows], mask)
+            return window_attention(
+                q, k_rows, v_rows, kv.keys[layer], kv.values[layer], context, window=c.windows[layer],
+                causal=c.causal[layer], backend="torch",
+            )  # fmt: skip
 
-        if c.retention == 0:  # windows of one: no layer looks at context
-            seen = torch.ones_like(starts, dtype=torch.bool)
-        else:
-            seen = torch.stack([m[..., :length].flatten(1).any(1) for m in masks.values()]).any(0)
-        return self(self.embed(anchors, k), positions, attend), seen
+        in_range = (anchors >= 0) & (anchors < c.vocab_size)
+        positions = context.starts[:, None] + torch.arange(k + 1, device=anchors.device)
+        hidden = self(self.embed(anchors.where(in_range, 0), k), positions, attend)
+        valid = in_range & hidden.isfinite().flatten(1).all(1) & (kv.row_pool.next[context.slots] == context.starts)
+        if c.retention != 0:  # else windows of one: no layer looks at context
+            valid = valid & context.seen(c.windows)
+        return torch.nan_to_num(hidden[:, 1:], posinf=0.0, neginf=0.0), valid
 
     def embed(self, anchors: Tensor, k: int) -> Tensor:
         """Input rows of blocks: anchors ``[...]`` and k masks each -> ``[..., k+1, H]``, raw rows times the scale."""
@@ -373,11 +441,10 @@ class DFlash2Drafter(DraftNetwork):
         return shape_logits(logits, self.config.output_multiplier, self.config.final_logit_softcapping)
 
     def _choose(
-        self, rows: Tensor, anchors: Tensor, valid: Tensor, temperature: Tensor | None, generator: Any
+        self, rows: Tensor, anchors: Tensor, valid: Tensor, temperature: Tensor | None, noise: Tensor | None
     ) -> Proposal:
         """Drafts from the final hidden states of rows 1..k, ``[R, k, H]``."""
         shape = tuple(rows.shape[:2])
-        noise = None if temperature is None else uniform(shape, Stream.DRAFT, generator, rows.device)
         if 0 in shape:
             none = anchors.new_zeros(*shape, self.config.selector_top_k or self.config.vocab_size)
             candidates = None if self.candidate_selector is None else none

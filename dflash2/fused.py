@@ -10,51 +10,65 @@ from dflash2.conv import GroupedConv
 from dflash2.model import DraftLayer, DraftNetwork, RMSNorm
 from dflash2.ops.backend import Backend
 from dflash2.ops.block_conv import block_conv
-from dflash2.ops.block_inputs import BlockInputs
+from dflash2.ops.block_inputs import BlockInputs, BlockRules, block_inputs
 from dflash2.ops.block_linear import block_linear, gated_linear
 from dflash2.ops.residual_norm import residual_norm
 from dflash2.ops.rotary_heads import rotary_heads
 from dflash2.ops.window_attention import PagedContext, window_attention
+from dflash2.window_kv import WindowKV
 
-__all__ = ["fused_block"]
+__all__ = ["fused_pass"]
 
 
-def fused_block(
+def fused_pass(
     network: DraftNetwork,
-    inputs: BlockInputs,
-    keys: Tensor,
-    values: Tensor,
+    kv: WindowKV,
     context: PagedContext,
-    block_rows: int,
+    embedding: Tensor,
+    mask_row: Tensor | None,
+    anchors: Tensor,
+    n: int,
     backend: Backend = "auto",
-) -> Tensor:
-    """Run the draft layers over R blocks of n rows.
+) -> tuple[Tensor, Tensor]:
+    """Final hidden states of rows 1.. of R blocks, and which blocks can draft.
 
     Args:
         network: its parameters are read where they are; linears may be int8.
-        inputs: from `block_inputs`; ``inputs.valid`` is set to 0 where a block's hidden states are not finite.
-        keys, values: context rows of all layers ``[L, rows, nkv, hd]``.
-        context: which of them each request sees.
-        block_rows: n >= 2.
+        kv: context rows of all layers, and each sequence's next position.
+        context: which rows each request may see.
+        embedding: raw rows of the target's table ``[V', H]``.
+        mask_row: ``[H]`` in place of the mask token's row, or None.
+        anchors: int64 ``[R]``, any value.
+        n: rows of a block, 1 + drafts.
         backend: as for every operation.
 
     Returns:
-        rows 1.. of each block after the final norm, ``[R (n-1), H]``.
+        ``[R, n-1, H]``, and bool ``[R]``: False for an anchor outside the vocabulary, a sequence that is elsewhere, no
+        context row although layers look at context, or a hidden state that is not finite.
     """
-    h, x, layers = inputs.h, inputs.x, network.draft_layers
+    c, layers = network.config, network.draft_layers
+    first = layers[0].input_layernorm
+    rules = BlockRules(
+        c.vocab_size, c.mask_token_id, c.input_embedding_scale, first.eps, network.rope.scale, c.retention == 0
+    )
+    frequencies = network.rope.frequencies(embedding.device)
+    inputs = block_inputs(
+        anchors, kv.row_pool.next, context, embedding, mask_row, first.weight, frequencies, n, rules, backend=backend
+    )
+    h, x = inputs.h, inputs.x
     norms = [*[layer.input_layernorm for layer in layers[1:]], network.norm]
     for i, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
-        y, after = _before(layer.attention_conv, x, block_rows, backend)
-        a = _attend(layer, y, inputs, keys[i], values[i], context, block_rows, backend)
+        y, after = _before(layer.attention_conv, x, n, backend)
+        a = _attend(layer, y, inputs, kv.keys[i], kv.values[i], context, n, backend)
         norm, bias = layer.post_attention_layernorm, layer.self_attn.o_proj.bias
-        h, x = _after(layer.attention_conv, h, a, bias, after, norm, block_rows, None, backend)
-        y, after = _before(layer.mlp_conv, x, block_rows, backend)
+        h, x = _after(layer.attention_conv, h, a, bias, after, norm, n, None, backend)
+        y, after = _before(layer.mlp_conv, x, n, backend)
         gate, up = layer.mlp.gate_proj, layer.mlp.up_proj
         y = gated_linear(y, gate.weight, up.weight, (_scale(gate), _scale(up)), backend=backend)
         a = _linear(y, layer.mlp.down_proj, backend=backend)
         finite = inputs.valid if i + 1 == len(layers) else None
-        h, x = _after(layer.mlp_conv, h, a, None, after, next_norm, block_rows, finite, backend)
-    return x
+        h, x = _after(layer.mlp_conv, h, a, None, after, next_norm, n, finite, backend)
+    return x.view(len(anchors), n - 1, x.shape[-1]), inputs.valid > 0
 
 
 def _attend(

@@ -10,25 +10,10 @@ _POSITIONS = 512
 
 
 @triton.jit
-def _seen(tags_ptr, table_ptr, slot, start, length, page_size, ring_pages, BLOCK: tl.constexpr):
-    """1 if a row of the ``length`` positions before ``start`` is there."""
-    found = tl.zeros([BLOCK], tl.int32)
-    for at in range(0, length, BLOCK):
-        position = start - 1 - at - tl.arange(0, BLOCK)
-        asked = (position >= 0) & (position > start - 1 - length)
-        place = (position // page_size) % ring_pages
-        page = tl.load(table_ptr + slot * ring_pages + place, mask=asked, other=-1)
-        owned = asked & (page >= 0)
-        tag = tl.load(tags_ptr + page * page_size + position % page_size, mask=owned, other=-1)
-        found |= (owned & (tag == position)).to(tl.int32)
-    return tl.max(found, 0)
-
-
-@triton.jit
 def _block_inputs_kernel(
-    anchors_ptr, starts_ptr, slots_ptr, next_ptr, tags_ptr, table_ptr, embedding_ptr, mask_row_ptr, frequencies_ptr,
+    anchors_ptr, starts_ptr, slots_ptr, next_ptr, rows_ptr, embedding_ptr, mask_row_ptr, frequencies_ptr,
     weight_ptr, h_ptr, x_ptr, cos_ptr, sin_ptr, valid_ptr,
-    vocab_size, mask_id, hidden, half, eps, embedding_scale, rope_scale, length, page_size, ring_pages,
+    vocab_size, mask_id, hidden, half, eps, embedding_scale, rope_scale, length,
     ANY_CONTEXT: tl.constexpr, MASK_ROW: tl.constexpr, PDL: tl.constexpr,
     HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -60,12 +45,16 @@ def _block_inputs_kernel(
     if i == 0:
         valid = in_range & (tl.load(next_ptr + slot) == start)
         if not ANY_CONTEXT:
-            valid = valid & (_seen(tags_ptr, table_ptr, slot, start, length, page_size, ring_pages, BLOCK) > 0)
+            best = tl.full([BLOCK], -1, tl.int64)
+            for at in range(0, length, BLOCK):
+                p = at + tl.arange(0, BLOCK)
+                best = tl.maximum(best, tl.load(rows_ptr + request * length + p, mask=p < length, other=-1).to(tl.int64))
+            valid = valid & (tl.max(best, 0) >= 0)
         tl.store(valid_ptr + request, valid.to(tl.int32))
 
 
-def block_inputs(anchors, starts, slots, next_positions, tags, page_table, embedding, mask_row, frequencies, weight,
-                 *, block_rows, vocab_size, mask_id, eps, embedding_scale, rope_scale, length, page_size, any_context,
+def block_inputs(anchors, starts, slots, next_positions, context_rows, embedding, mask_row, frequencies, weight,
+                 *, block_rows, vocab_size, mask_id, eps, embedding_scale, rope_scale, any_context,
                  dtype, pdl):  # fmt: skip
     """Launch; shapes as in `dflash2.ops.block_inputs`, checked there."""
     requests, hidden, half = anchors.shape[0], embedding.shape[1], frequencies.shape[0]
@@ -77,9 +66,9 @@ def block_inputs(anchors, starts, slots, next_positions, tags, page_table, embed
         return h, x, cos, sin, valid
     tile = triton.next_power_of_2(hidden)
     _block_inputs_kernel[(requests, block_rows)](
-        anchors, starts, slots, next_positions, tags, page_table, embedding, embedding if mask_row is None else mask_row,
-        frequencies, weight, h, x, cos, sin, valid, vocab_size, mask_id, hidden, half, eps, embedding_scale, rope_scale,
-        length, page_size, page_table.shape[1], ANY_CONTEXT=any_context, MASK_ROW=mask_row is not None, PDL=pdl,
+        anchors, starts, slots, next_positions, context_rows, embedding,
+        embedding if mask_row is None else mask_row, frequencies, weight, h, x, cos, sin, valid, vocab_size, mask_id, hidden, half, eps, embedding_scale, rope_scale,
+        context_rows.shape[1], ANY_CONTEXT=any_context, MASK_ROW=mask_row is not None, PDL=pdl,
         HALF=triton.next_power_of_2(half), BLOCK=_POSITIONS, TILE=tile, num_warps=max(1, min(16, tile // 256)),
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -82,10 +82,9 @@ def block_inputs(
     from dflash2.kernels import block_inputs as kernel
 
     found = kernel.block_inputs(
-        anchors, context.starts, context.slots, next_positions, context.tags, context.page_table, embedding, mask_row,
-        frequencies, weight, block_rows=block_rows, vocab_size=rules.vocab_size, mask_id=rules.mask_id, eps=rules.eps,
-        embedding_scale=rules.embedding_scale, rope_scale=rules.rope_scale, length=context.length,
-        page_size=context.page_size, any_context=rules.any_context, dtype=weight.dtype, pdl=dependent_launch(weight),
+        anchors, context.starts, context.slots, next_positions, context.rows("triton"), embedding, mask_row, frequencies,
+        weight, block_rows=block_rows, vocab_size=rules.vocab_size, mask_id=rules.mask_id, eps=rules.eps,
+        embedding_scale=rules.embedding_scale, rope_scale=rules.rope_scale, any_context=rules.any_context, dtype=weight.dtype, pdl=dependent_launch(weight),
     )  # fmt: skip
     return BlockInputs(*found)
 
@@ -106,6 +105,6 @@ def block_inputs_reference(
     angles = positions.to(torch.float32)[:, None] * frequencies
     valid = in_range & (next_positions[context.slots] == context.starts)
     if not rules.any_context:
-        valid = valid & context.there.any(1)
+        valid = valid & (context.rows() >= 0).any(1)
     cos, sin = angles.cos() * rules.rope_scale, angles.sin() * rules.rope_scale
     return BlockInputs(h, rms_norm(h, weight, rules.eps), cos, sin, valid.to(torch.int32))
