@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 2**24
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ (weight * scale)^T + bias``. On the CPU a row's bits do not depend on how many rows there are (`row_linear`).
+    """``x @ (weight * scale)^T + bias``. On the CPU its rows are bit-equal for any number of rows (`row_linear`).
 
     Args:
         x: ``[..., K]`` floating point.
