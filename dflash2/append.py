@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash2.capture import CapturedDrafting
 from dflash2.model import DraftNetwork
+from dflash2.ops.backend import Backend
+from dflash2.ops.context_rows import context_backend, context_features, store_features
+from dflash2.ops.place_rows import accept, place_rows, plan_rows
 from dflash2.positions import host_integers, integer_ids, integers_on_device
 from dflash2.prefix_store import TokenChain
 from dflash2.window_kv import WindowKV
 
-__all__ = ["append_on_device", "append_on_host"]
+__all__ = ["append_on_device", "append_on_host", "append_rows_on_device"]
 
 #: Rows projected at a time: bounds the features of a long prompt to 8192 x H without costing speed.
 CHUNK_ROWS = 8192
@@ -28,6 +32,7 @@ def append_on_host(
     lengths: Any,
     valid_lengths: Any,
     token_ids: Sequence[int] | Tensor | None,
+    backend: Backend = "auto",
 ) -> None:
     """Check everything, own the pages, project what a query can see, write, account. Fails before the first write."""
     starts = host_integers("start_positions", start_positions, len(seqs))
@@ -51,22 +56,25 @@ def append_on_host(
             part[first - start : n]
             for part, first, start, n in zip(taps.split(counts), firsts, starts, valid, strict=True)
         ]
-        new = [
-            _keep_and_publish(kv, *args)
-            for args in zip(seqs, _project(network, kv, rows, firsts), firsts, ranges, chains, strict=True)
-        ]
-        keys, values = (torch.cat(parts, 1) for parts in zip(*new, strict=True))
+        places = _upload([*zip(*ranges, strict=True), kv.distinct_slots(seqs)], kv.device)
+        kept = sum(len(r) for r in rows)
+        if kept <= CHUNK_ROWS and not any(chains) and _stores_directly(network, taps, backend):
+            _store(network, kv, taps if kept == taps.shape[0] else _joined(rows), *_requests(places), checked=False)
+        else:
+            new = [
+                _keep_and_publish(kv, *args)
+                for args in zip(seqs, _project(network, kv, rows, firsts), firsts, ranges, chains, strict=True)
+            ]
+            keys, values = (_joined(parts, 1) for parts in zip(*new, strict=True))
+            _, at = place_rows(*_requests(places), kv.row_pool, keys.shape[1], checked=False)
+            kv.write_rows(at, keys, values)
     except BaseException:
         kv.disown(seqs)
         for chain, start in zip(chains, starts, strict=True):
             if chain is not None:
                 chain.truncate(start)
         raise
-    slots = kv.slots(seqs)
-    owner = torch.arange(len(seqs)).repeat_interleave(torch.tensor([b - a for a, b in ranges]))
-    positions = torch.cat([torch.arange(a, b) for a, b in ranges])
-    kv.write(slots[owner.to(kv.device)], positions.to(kv.device), keys, values)
-    kv.advance(seqs, slots, ranges, chains)
+    kv.advance(seqs, ranges, chains)
 
 
 def append_on_device(
@@ -77,6 +85,8 @@ def append_on_device(
     start_positions: Any,
     lengths: Any,
     valid_lengths: Any,
+    backend: Backend = "auto",
+    captured: CapturedDrafting | None = None,
 ) -> None:
     """The same without a look at the numbers: rows of sequences that do not fit go to the page nobody reads."""
     starts = integers_on_device("start_positions", start_positions, len(seqs), kv.device)
@@ -86,19 +96,82 @@ def append_on_device(
         valid = integers_on_device("valid_lengths", valid_lengths, len(seqs), kv.device)
     if not seqs:
         return
-    slots, ends = kv.distinct_slots(seqs), counts.cumsum(0)
-    row = torch.arange(taps.shape[0], device=kv.device)
-    owner = torch.searchsorted(ends, row, right=True).clamp_max(len(seqs) - 1)
-    offset = row - (ends - counts)[owner]
-    nexts = starts + valid
-    in_order = (kv.next[slots] == starts) & (valid >= 0) & (valid <= counts)
-    packed = (counts >= 0).all() & (counts.sum() == taps.shape[0])
-    fits = in_order & packed & ((nexts <= kv.limit[slots]) | (valid == 0))
-    positions = (starts[owner] + offset).clamp_min(0)
-    keep = fits[owner] & (offset < valid[owner]) & (positions >= nexts[owner] - kv.ring)
-    keys, values = network.context_rows(taps, positions)
-    kv.write(slots[owner], positions, keys, values, keep)
-    kv.advance_on_device(seqs, slots, nexts, fits)
+    slots = _upload(kv.distinct_slots(seqs), kv.device)
+    if captured is None or not captured.append(slots, taps, starts, counts, valid):
+        append_rows_on_device(network, kv, slots, taps, starts, counts, valid, backend)
+    kv.advance_on_device(seqs)
+
+
+def append_rows_on_device(
+    network: DraftNetwork,
+    kv: WindowKV,
+    slots: Tensor,
+    taps: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    valid_lengths: Tensor,
+    backend: Backend = "auto",
+) -> None:
+    """What `append_on_device` does on the device: nothing here waits for it, and a CUDA graph can capture it all.
+
+    Args:
+        network: of the context rows.
+        kv: gets them. The host's accounting is the caller's (`WindowKV.advance_on_device`).
+        slots: int64 ``[R]``; those of requests that fit are different.
+        taps: ``[N, T*H]``.
+        starts, lengths, valid_lengths: int64 ``[R]``.
+        backend: see `choose_backend`.
+    """
+    if _stores_directly(network, taps, backend):
+        _store(network, kv, taps, starts, lengths, valid_lengths, slots, checked=True)
+        return
+    placed = plan_rows(starts, lengths, valid_lengths, slots, kv.row_pool, taps.shape[0], checked=True)
+    keys, values = network.context_rows(taps, placed.positions)
+    kv.write_rows(placed.rows, keys, values)
+    accept(placed, slots, kv.row_pool)
+
+
+def _stores_directly(network: DraftNetwork, taps: Tensor, backend: Backend) -> bool:
+    """Whether rows go from the kernel to the pool, without a copy between."""
+    return context_backend(backend, taps.to(network.hidden_norm.weight.dtype), network.context_weights()) == "triton"
+
+
+def _store(
+    network: DraftNetwork,
+    kv: WindowKV,
+    taps: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    valid_lengths: Tensor,
+    slots: Tensor,
+    *,
+    checked: bool,
+) -> None:
+    """Most of the work, and of what can fail, comes before anything is written."""
+    weights = network.context_weights()
+    features = context_features(taps, weights, backend="triton")
+    n = taps.shape[0]
+    positions, rows = place_rows(
+        starts, lengths, valid_lengths, slots, kv.row_pool, n, checked=checked, backend="triton"
+    )
+    store_features(features, positions, rows, weights, kv.keys, kv.values, backend="triton")
+
+
+def _upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """int64 on the device, in one copy that does not wait for what is queued there."""
+    host = torch.tensor(numbers, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def _requests(places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``places [3, R]``, of firsts, ends and slots, as `place_rows` takes them: every row counts."""
+    firsts, ends, slots = places
+    return firsts, ends - firsts, ends - firsts, slots
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """All parts in one tensor; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def _split_tokens(token_ids: Sequence[int] | Tensor | None, counts: list[int]) -> list[list[int] | None]:
@@ -118,7 +191,7 @@ def _project(
     counts = [len(r) for r in rows]
     if sum(counts) <= CHUNK_ROWS:
         positions = torch.cat([torch.arange(a, a + n) for a, n in zip(firsts, counts, strict=True)])
-        keys, values = network.context_rows(torch.cat(rows), positions.to(kv.device))
+        keys, values = network.context_rows(_joined(rows), positions.to(kv.device))
         return ([pair] for pair in zip(keys.split(counts, 1), values.split(counts, 1), strict=True))
     return (_chunks(network, kv, r, first) for r, first in zip(rows, firsts, strict=True))
 
@@ -149,7 +222,7 @@ def _keep_and_publish(
     """
     store, page_size, (first, end) = kv.store, kv.page_size, kept
     if chain is None or store is None:
-        keys, values = (torch.cat(parts, 1) for parts in zip(*chunks, strict=True))
+        keys, values = (_joined(parts, 1) for parts in zip(*chunks, strict=True))
         return keys, values
     page_ends = end // page_size > start // page_size
     begin, keys, values = kv.read_back(seq, start - start % page_size if page_ends else start, start)

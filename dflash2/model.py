@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from dflash2.config import DFlash2Config
 from dflash2.conv import GroupedConv
-from dflash2.int8_linear import Int8Linear
+from dflash2.ops.context_rows import ContextWeights, RowMap, project_rows
 from dflash2.ops.residual_norm import rms_norm
-from dflash2.ops.row_linear import row_linear
 from dflash2.rope import RotaryTable, apply_rope
 from dflash2.selector import CandidateSelector
 
@@ -56,11 +55,6 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, heads)
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
 
-    def context_rows(self, features: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        k = _stable_rows(self.k_proj, features).unflatten(-1, (-1, self.head_dim))
-        v = _stable_rows(self.v_proj, features).unflatten(-1, (-1, self.head_dim))
-        return apply_rope(self.k_norm(k), cos, sin), v
-
 
 class MLP(nn.Module):
     def __init__(self, c: DFlash2Config, **kw: Any):
@@ -96,11 +90,6 @@ def _convolved(conv: GroupedConv | None, x: Tensor, sublayer: Callable[[Tensor],
         return sublayer(x)
     x, delta = conv.before(x)
     return conv.after(sublayer(x), delta)
-
-
-def _stable_rows(linear: nn.Linear | Int8Linear, x: Tensor) -> Tensor:
-    """``[N, K] -> [N, O]``, bit-equal however rows are split into calls."""
-    return linear(x) if isinstance(linear, Int8Linear) else row_linear(x, linear.weight, linear.bias)
 
 
 class DraftNetwork(nn.Module):
@@ -147,12 +136,23 @@ class DraftNetwork(nn.Module):
 
         Returns:
             keys (normed and rotated) and values, each ``[L, N, nkv, hd]``. Bit-equal however rows are split into
-            calls (`row_linear`).
+            calls (`project_rows`).
         """
-        features = self.hidden_norm(_stable_rows(self.fc, taps.to(self.norm.weight.dtype)))
-        cos, sin = self.rope(positions)
-        rows = [layer.self_attn.context_rows(features, cos, sin) for layer in self.draft_layers]
-        return torch.stack([k for k, _ in rows]), torch.stack([v for _, v in rows])
+        return project_rows(taps, positions, self.context_weights())
+
+    def context_weights(self) -> ContextWeights:
+        """What context rows are made with, shared."""
+        attention = [layer.self_attn for layer in self.draft_layers]
+        return ContextWeights(
+            fc=RowMap.of(self.fc),
+            hidden_norm=self.hidden_norm.weight,
+            keys=tuple(RowMap.of(a.k_proj) for a in attention),
+            values=tuple(RowMap.of(a.v_proj) for a in attention),
+            key_norms=tuple(a.k_norm.weight for a in attention),
+            eps=self.hidden_norm.eps,
+            frequencies=self.rope.frequencies(self.hidden_norm.weight.device),
+            rope_scale=self.rope.scale,
+        )
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Block rows to final hidden states.

@@ -79,15 +79,16 @@ class PagePool:
         page = torch.where(page < 0, self.num_pages, page)
         return page * self.page_size + positions % self.page_size
 
-    def write(self, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor, keep: Tensor | None = None) -> None:
-        """Store ``keys, values [L, N, nkv, hd]`` at ``positions [N]`` of ``slots [N]``, where ``keep [N]`` is True."""
+    def write(self, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store ``keys, values [L, N, nkv, hd]`` at ``positions [N]`` of ``slots [N]``, which own the pages."""
         rows = self.rows(slots, positions)
-        if keep is not None:
-            rows = torch.where(keep, rows, self.num_pages * self.page_size)
+        self.write_rows(rows, keys, values)
+        self.tags.index_copy_(0, rows, positions)
+
+    def write_rows(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """The same at ``rows [N]``, without tags."""
         self.keys.index_copy_(1, rows, keys.to(self.keys.dtype))
         self.values.index_copy_(1, rows, values.to(self.values.dtype))
-        self.tags.index_copy_(0, rows, positions)
-        self.tags[self.num_pages * self.page_size :] = NOT_STORED
 
     def context(self, slots: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """The ``length`` positions before each start: rows, positions, and whether the row is really there.

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash2.config import DFlash2Config
 from dflash2.errors import CapacityError, PositionError
+from dflash2.ops.place_rows import RowPool
 from dflash2.pages import NOT_STORED, PagePool
 from dflash2.positions import as_list, integer_ids, is_integer, whole_number
 from dflash2.prefix_store import PrefixStore, TokenChain
@@ -44,6 +46,7 @@ class WindowKV(PagePool):
         ring_pages: the most pages one sequence can own: ceil(W/page_size) + 2 when every layer slides.
         next, limit: int64 ``[max_sequences]``, each sequence's next position and the bound that was reserved.
         faults: int64 ``[max_sequences]`` on the device, appends whose device-side positions did not fit.
+        captured: graphs of `DFlash2Drafter.capture` over this memory, or None.
     """
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of that mode
@@ -69,7 +72,7 @@ class WindowKV(PagePool):
         ring_pages = all_pages if window_pages is None else min(all_pages, window_pages)
         super().__init__(
             (config.num_hidden_layers, config.num_key_value_heads, config.head_dim),
-            slots=max_sequences,
+            slots=max_sequences + 1,
             num_pages=max_sequences * ring_pages if num_pages is None else num_pages,
             ring_pages=ring_pages,
             page_size=page_size,
@@ -77,7 +80,10 @@ class WindowKV(PagePool):
             dtype=dtype,
         )
         self.config, self.max_sequences = config, max_sequences
-        self.next, self.limit, self.faults = torch.zeros(3, max_sequences, dtype=torch.int64, device=device)
+        self._by_slot = torch.zeros(3, max_sequences + 1, dtype=torch.int64, device=device)
+        self._by_slot[0, self.padding_slot] = NOT_STORED
+        self.next, self.limit, self.faults = self._by_slot[:, :max_sequences]
+        self.captured: Any = None
         self.store: PrefixStore | None = None
         if prefix_store_bytes:
             self.store = PrefixStore(prefix_store_bytes, page_size, self.row_shape, device=self.device, dtype=dtype)
@@ -90,8 +96,13 @@ class WindowKV(PagePool):
     @property
     def nbytes(self) -> int:
         """Bytes held, fixed at creation: independent of sequence lengths and of ``max_position_embeddings``."""
-        tensors = (self.keys, self.values, self.tags, self.page_table, self.next, self.limit, self.faults)
+        tensors = (self.keys, self.values, self.tags, self.page_table, self._by_slot)
         return sum(t.nbytes for t in tensors) + (0 if self.store is None else self.store.nbytes)
+
+    @property
+    def padding_slot(self) -> int:
+        """A slot that no sequence owns: for what fills up a batch, and fits nowhere."""
+        return self.max_sequences
 
     @property
     def open_sequences(self) -> list[int]:
@@ -263,10 +274,15 @@ class WindowKV(PagePool):
         """int64 ``[R]`` on the device: rows of `page_table` and `next`."""
         return torch.tensor([self._get(q).slot for q in seqs], dtype=torch.int64, device=self.device)
 
-    def distinct_slots(self, seqs: Sequence[int]) -> Tensor:
-        """The same for a call that writes, which must not name a sequence twice."""
-        self._distinct(seqs)
-        return self.slots(seqs)
+    def distinct_slots(self, seqs: Sequence[int]) -> list[int]:
+        """The same on the host, for a call that writes, which must not name a sequence twice."""
+        return [s.slot for s in self._distinct(seqs)]
+
+    @property
+    def row_pool(self) -> RowPool:
+        """What `place_rows` reads and moves."""
+        next_, limit, faults = self._by_slot
+        return RowPool(self.page_table, self.tags, next_, limit, faults, self.page_size)
 
     def check_positions(self, what: str, seqs: Sequence[int], starts: Sequence[int]) -> None:
         """Raises `PositionError` for the first sequence that is not at the given start."""
@@ -306,20 +322,17 @@ class WindowKV(PagePool):
         return first, self.keys[:, rows], self.values[:, rows]
 
     def advance(
-        self, seqs: Sequence[int], slots: Tensor, ranges: Sequence[tuple[int, int]], chains: Sequence[TokenChain | None]
+        self, seqs: Sequence[int], ranges: Sequence[tuple[int, int]], chains: Sequence[TokenChain | None]
     ) -> None:
-        """Account for rows ``[first, end)`` just written, and for the tokens up to there where they are known."""
+        """Account for rows ``[first, end)`` just placed, and for the tokens up to there where they are known."""
         for seq, (first, end), chain in zip(seqs, ranges, chains, strict=True):
             s = self._get(seq)
             if end > first:
                 s.spans = merge([*cut(s.spans, end - self.ring, end), (first, end)])
             s.next, s.chain = end, chain
-        self.next[slots] = torch.tensor([end for _, end in ranges], device=self.device)
 
-    def advance_on_device(self, seqs: Sequence[int], slots: Tensor, nexts: Tensor, fits: Tensor) -> None:
-        """The same with positions that only the device knows: ``nexts``, ``fits`` are ``[R]``."""
-        self.next[slots] = torch.where(fits, nexts, self.next[slots])
-        self.faults[slots] += (~fits).to(torch.int64)
+    def advance_on_device(self, seqs: Sequence[int]) -> None:
+        """The same with positions that only the device knows."""
         for seq in seqs:
             s = self._get(seq)
             s.stale, s.chain = True, None

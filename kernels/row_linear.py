@@ -1,0 +1,161 @@
+"""Triton kernels of `dflash2.ops.row_linear`: a product whose rows have the same bits whatever their number.
+
+Weights are always the first operand of the tensor cores and rows the second, so that every element is the same chain of
+k16 (fp32: k1) steps in every tile shape. Inputs are cut into spans by the weight's shape alone; spans are summed in
+fp32, one after the other, either across programs (few rows: all of the card reads) or inside each (many rows).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+#: For few rows, bound by reading the weights. GATHER 1 sums the spans inside a program.
+DEFAULTS = {"BLOCK_O": 64, "BLOCK_R": 16, "BLOCK_K": 128, "GATHER": 0, "num_warps": 4, "num_stages": 4}
+#: For many rows, bound by the tensor cores.
+MANY_ROWS = {"BLOCK_O": 128, "BLOCK_R": 128, "BLOCK_K": 64, "GATHER": 1, "num_warps": 8, "num_stages": 4}
+CANDIDATES = [
+    {"BLOCK_O": o, "BLOCK_R": r, "BLOCK_K": k, "GATHER": gather, "num_warps": warps, "num_stages": stages}
+    for o, r, k, gather, warps, stages in (
+        (64, 16, 128, 0, 4, 3), (64, 16, 128, 0, 4, 4), (64, 16, 128, 0, 4, 5), (64, 16, 256, 0, 4, 3),
+        (64, 16, 256, 0, 4, 4), (64, 32, 128, 0, 4, 4), (64, 64, 128, 0, 4, 4), (64, 64, 64, 0, 4, 5),
+        (128, 64, 64, 0, 4, 4), (128, 64, 64, 1, 4, 4), (128, 128, 64, 0, 4, 3), (128, 128, 64, 0, 8, 4),
+        (128, 128, 64, 1, 8, 3), (128, 128, 64, 1, 8, 4), (128, 256, 64, 0, 8, 3), (128, 256, 64, 0, 8, 4),
+        (256, 128, 64, 0, 8, 3), (256, 128, 64, 0, 8, 4),
+    )
+]  # fmt: skip
+#: Two programs on each of 132 multiprocessors read as fast as more. Fixed: another number of spans is another sum.
+PROGRAMS, SPAN_TILE, SPAN_STEP, LEAST_SPAN = 264, 64, 256, 512
+
+
+def span_length(outputs: int, inputs: int) -> int:
+    """Inputs that are summed in one go, a function of the weight's shape alone."""
+    spans = max(1, min(PROGRAMS // triton.cdiv(outputs, SPAN_TILE), inputs // LEAST_SPAN))
+    return triton.cdiv(triton.cdiv(inputs, spans), SPAN_STEP) * SPAN_STEP
+
+
+def defaults(rows: int, device: torch.device) -> dict[str, int]:
+    """Settings for a GPU that was never tuned. The interpreter's sums depend on the tile's shape: it gets one shape."""
+    if device.type != "cuda":
+        return DEFAULTS
+    if rows > 128:
+        return MANY_ROWS
+    return {**DEFAULTS, "BLOCK_R": min(64, max(16, triton.next_power_of_2(rows)))}
+
+
+@triton.jit
+def _span_sum(
+    x_at, weight_at, begin, end,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """fp32 ``[BLOCK_O, BLOCK_R]``: products over the inputs ``[begin, end)``, in ascending order."""
+    k = tl.arange(0, BLOCK_K)[None, :]
+    total = tl.zeros([BLOCK_O, BLOCK_R], dtype=tl.float32)
+    for at in range(begin, end, BLOCK_K):
+        if EVEN:
+            weight, x = tl.load(weight_at + at + k), tl.load(x_at + at + k)
+        else:
+            inside = at + k < end
+            weight, x = tl.load(weight_at + at + k, mask=inside, other=0), tl.load(x_at + at + k, mask=inside, other=0)
+        total = tl.dot(weight.to(x.dtype), tl.trans(x), total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _span_sums_kernel(
+    x_ptr, weight_ptr, sums_ptr,
+    rows, outputs, inputs, x_stride, span,
+    TABLE: tl.constexpr, INT8: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(outputs, BLOCK_O)
+    matrix, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
+    if TABLE:
+        address = tl.load(weight_ptr + matrix)
+        weight_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int8) if INT8 else x_ptr.dtype), 16)
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    output = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    # Rows past the end read the last one again: no mask on what costs most.
+    x_at = x_ptr + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride
+    weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs
+    if GATHER:
+        total = tl.zeros([BLOCK_O, BLOCK_R], dtype=tl.float32)
+        for begin in range(0, inputs, span):
+            end = tl.minimum(begin + span, inputs)
+            total += _span_sum(x_at, weight_at, begin, end, BLOCK_R, BLOCK_O, BLOCK_K, EVEN)
+    else:
+        begin = tl.program_id(2) * span
+        end = tl.minimum(begin + span, inputs)
+        total = _span_sum(x_at, weight_at, begin, end, BLOCK_R, BLOCK_O, BLOCK_K, EVEN)
+    width = (tl.num_programs(1) // tiles).to(tl.int64) * outputs
+    row_at = sums_ptr + (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * width
+    mask = (row < rows)[:, None] & (output < outputs)[None, :]
+    tl.store(row_at + matrix * outputs + output[None, :], tl.trans(total), mask=mask)
+
+
+@triton.jit(do_not_specialize=["spans"])
+def _finish_kernel(
+    sums_ptr, bias_ptr, y_ptr, spans, count, outputs, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for _ in range(spans):
+        total += tl.load(sums_ptr + at, mask=mask, other=0.0)
+        sums_ptr += count
+    if BIAS:
+        total += tl.load(bias_ptr + at % outputs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def span_sums(
+    x: torch.Tensor, weight: torch.Tensor, settings: dict[str, int], table: tuple[int, int, bool] | None = None
+) -> torch.Tensor:
+    """Launch the product; what `finish` and others then sum over dimension 0, in ascending order.
+
+    Args:
+        x: ``[N, K]``, rows contiguous.
+        weight: ``[O, K]`` contiguous; or int64 addresses of such weights, of x's dtype or int8.
+        settings: as `DEFAULTS`.
+        table: of addresses: (their number, O, whether the weights are int8).
+
+    Returns:
+        fp32 ``[spans or 1, N, O]``; for a table ``[spans or 1, N, number of weights * O]``.
+    """
+    rows, inputs = x.shape
+    matrices, outputs, int8 = table or (1, weight.shape[0], weight.dtype == torch.int8)
+    span = span_length(matrices * outputs, inputs)
+    s = _fitted(settings, x, outputs)
+    spans = 1 if s["GATHER"] else triton.cdiv(inputs, span)
+    sums = torch.empty(spans, rows, matrices * outputs, dtype=torch.float32, device=x.device)
+    if sums.numel() == 0:
+        return sums
+    grid = (triton.cdiv(rows, s["BLOCK_R"]), matrices * triton.cdiv(outputs, s["BLOCK_O"]), spans)
+    with torch.cuda.device_of(x):
+        _span_sums_kernel[grid](
+            x, weight, sums, rows, outputs, inputs, x.stride(0), span, TABLE=table is not None, INT8=int8,
+            EVEN=inputs % s["BLOCK_K"] == 0, **s,
+        )  # fmt: skip
+    return sums
+
+
+def finish(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """``[spans, N, O]`` fp32, as of `span_sums`, to ``[N, O]`` in ``dtype``: summed, biased, rounded once."""
+    spans, rows, outputs = sums.shape
+    y = torch.empty(rows, outputs, dtype=dtype, device=sums.device)
+    if y.numel() == 0:
+        return y
+    grid = (triton.cdiv(y.numel(), 1024),)
+    with torch.cuda.device_of(y):
+        _finish_kernel[grid](
+            sums, y if bias is None else bias, y, spans, y.numel(), outputs, BIAS=bias is not None, BLOCK=1024
+        )  # fmt: skip
+    return y
+
+
+def _fitted(settings: dict[str, int], x: torch.Tensor, outputs: int) -> dict[str, int]:
+    """Tiles no larger than the problem. fp32 has no tensor core of full precision: small tiles, kept in registers."""
+    s = dict(settings)
+    if x.dtype == torch.float32:
+        s |= {"BLOCK_O": min(s["BLOCK_O"], 64), "BLOCK_R": min(s["BLOCK_R"], 32), "BLOCK_K": 32, "num_warps": 4}
+    s["BLOCK_O"] = min(s["BLOCK_O"], max(64, triton.next_power_of_2(outputs)))
+    return s
