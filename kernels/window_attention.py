@@ -1,0 +1,299 @@
+"""Triton kernels of `dflash2.ops.window_attention`: flash decoding over paged rows, split along the context.
+
+`stored_rows` looks up once, for all layers, which row of the pool each context position has. In `window_attention` one
+program owns the queries that share a key head (n rows times the head's group) and a run of context positions; the
+block's own rows belong to the last run. Where there are several runs, the program of a (request, key head) that arrives
+last adds them up: a second launch would cost about 2 us, a third of a layer at one request.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .block_linear import prefetch_rows
+
+DEFAULTS = {"tile": 64, "programs_per_sm": 1, "max_splits": 8, "num_warps": 4, "num_stages": 3}
+CANDIDATES = [
+    {"tile": tile, "programs_per_sm": programs, "max_splits": splits, "num_warps": 4, "num_stages": stages}
+    for tile, stages in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3))
+    for programs, splits in ((1, 8), (1, 16), (2, 8), (2, 16))
+]
+
+# Of one program.
+_MOST_QUERIES = 64
+# Without a GPU (the interpreter): as many multiprocessors as make small shapes split.
+_NO_GPU = 8
+_NO_WINDOW = 2**30
+# Positions that a program asks for while the kernel before it ends: at one request all of its run.
+_PREFETCHED = 256
+
+
+@triton.jit(do_not_specialize=["ring_pages", "length"])
+def _stored_rows_kernel(
+    tags_ptr, page_table_ptr, slots_ptr, starts_ptr, rows_ptr, ring_pages, length,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    request = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    slot = tl.load(slots_ptr + request)
+    position = tl.load(starts_ptr + request) - length + column
+    wanted = (column < length) & (position >= 0)
+    position = tl.maximum(position, 0)
+    page_at = slot * ring_pages + position // PAGE_SIZE % ring_pages
+    page = tl.load(page_table_ptr + page_at, mask=wanted, other=-1)
+    row = page * PAGE_SIZE + position % PAGE_SIZE
+    tag = tl.load(tags_ptr + row, mask=page >= 0, other=-1)
+    there = wanted & (tag == position)
+    tl.store(rows_ptr + request * length + column, tl.where(there, row, -1).to(tl.int32), mask=column < length)
+
+
+@triton.jit
+def _prefetch(
+    rows_ptr, keys_ptr, values_ptr, column, end, keys_stride, values_stride, channel, last_row,
+    PREFETCH: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Ask for a program's first context rows while the kernel before this one ends.
+
+    Only hints: `stored_rows` itself may still be at work, so that row numbers may be anything. They are read past L1,
+    which keeps no copy for the loads that count.
+    """
+    for at in tl.static_range(0, PREFETCH, TILE):
+        row = tl.load(rows_ptr + column + at, mask=column + at < end, other=0, cache_modifier=".cg")
+        row = tl.minimum(tl.maximum(row, 0), last_row)
+        prefetch_rows(keys_ptr, row, keys_stride, channel, TILE, LINES * 128)
+        prefetch_rows(values_ptr, row, values_stride, channel, TILE, LINES * 128)
+
+
+@triton.jit
+def _add_tile(q, keys, values, visible, top, total, acc, SCALE: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the online softmax, in base 2. ``top`` is -inf as long as a query has seen nothing."""
+    score = tl.dot(keys, tl.trans(q), input_precision=PRECISION) * SCALE
+    score = tl.where(visible, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 0))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(score - shift[None, :])
+    decay = tl.exp2(top - shift)
+    acc = tl.dot(tl.trans(values), weight.to(values.dtype), acc * decay[None, :], input_precision=PRECISION)
+    return new_top, total * decay + tl.sum(weight, 0), acc
+
+
+@triton.jit
+def _block_tile(
+    k_ptr, v_ptr, k_stride, v_stride, n, row, window, in_head, inside, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The block's own keys and values, and which of them each query sees."""
+    key = tl.arange(0, BLOCK)[:, None]
+    mask = (key < n) & inside
+    keys = tl.load(k_ptr + key * k_stride + in_head, mask=mask, other=0.0)
+    values = tl.load(v_ptr + key * v_stride + in_head, mask=mask, other=0.0)
+    distance = row[None, :] - key
+    visible = (key < n) & (distance < window) & (-distance < window)
+    if CAUSAL:
+        visible = visible & (distance >= 0)
+    return keys, values, visible
+
+
+@triton.jit
+def _add_up(sums_ptr, tops_ptr, totals_ptr, lane, channel, SPLITS: tl.constexpr, QUERIES: tl.constexpr):
+    """Sums and totals of all splits, each seen from the greatest of the maxima."""
+    DIM: tl.constexpr = channel.shape[0]
+    top = tl.load(tops_ptr + lane)
+    for s in tl.static_range(1, SPLITS):
+        top = tl.maximum(top, tl.load(tops_ptr + s * QUERIES + lane))
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([DIM, QUERIES], tl.float32)
+    for s in tl.static_range(SPLITS):
+        at = s * QUERIES + lane
+        weight = tl.exp2(tl.load(tops_ptr + at) - top)
+        total += weight * tl.load(totals_ptr + at)
+        # A split without a visible row left no sums.
+        some = (weight > 0)[None, :]
+        acc += weight * tl.load(sums_ptr + at[None, :] * DIM + channel[:, None], mask=some, other=0.0)
+    return total, acc
+
+
+@triton.jit
+def _meet(partial_ptr, arrivals_ptr, unit, split, channel, top, total, acc, SPLITS: tl.constexpr):
+    """Leave this split's sums for the program that arrives last. Returns whether this is it, and all splits' sums."""
+    DIM: tl.constexpr = acc.shape[0]
+    QUERIES: tl.constexpr = acc.shape[1]
+    # The sums of all units and splits, then the maximum of each query, then its total.
+    units, lane = tl.num_programs(0).to(tl.int64), tl.arange(0, QUERIES)
+    of_unit = unit.to(tl.int64) * SPLITS * QUERIES
+    tops_ptr = partial_ptr + units * SPLITS * QUERIES * DIM + of_unit
+    totals_ptr = tops_ptr + units * SPLITS * QUERIES
+    partial_ptr += of_unit * DIM
+    at = split * QUERIES + lane
+    tl.store(tops_ptr + at, top)
+    tl.store(totals_ptr + at, total)
+    tl.store(partial_ptr + at[None, :] * DIM + channel[:, None], acc, mask=(total > 0)[None, :])
+    # All stores of this program come before its arrival, and every arrival before the loads of the last program.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        tl.store(arrivals_ptr + unit, 0)  # for the next launch
+        total, acc = _add_up(partial_ptr, tops_ptr, totals_ptr, lane, channel, SPLITS, QUERIES)
+    return last, total, acc
+
+
+@triton.jit(do_not_specialize=["n", "length", "window", "first", "split_rows", "pool_rows"])
+def _window_attention_kernel(
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, rows_ptr, out_ptr, partial_ptr, arrivals_ptr,
+    n, length, window, first, split_rows, pool_rows, q_stride, k_stride, v_stride, keys_stride, values_stride,
+    CAUSAL: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, PREFETCH: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    unit, split = tl.program_id(0), tl.program_id(1)
+    query_tiles = tl.cdiv(n * GROUP, QUERIES)
+    head = unit // query_tiles % KV_HEADS
+    # 64-bit where requests, units or stored rows multiply; inside of one of them 32 bits do.
+    request = (unit // (query_tiles * KV_HEADS)).to(tl.int64)
+    # Column c of the request's rows is position start - length + c.
+    begin = first + split * split_rows
+    end = tl.minimum(begin + split_rows, length)
+    rows_ptr += request * length
+    column = begin + tl.arange(0, TILE)
+    if PDL:
+        _prefetch(
+            rows_ptr, keys_ptr, values_ptr, column, end, keys_stride, values_stride, head * HEAD_DIM, pool_rows - 1,
+            PREFETCH, TILE, LINES,
+        )  # fmt: skip
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    # Queries past the end are copies of the last one: they need no masks of their own and are not stored.
+    query = unit % query_tiles * QUERIES + tl.arange(0, QUERIES)
+    live = query < n * GROUP
+    query = tl.minimum(query, n * GROUP - 1)
+    row, q_head = query // GROUP, head * GROUP + query % GROUP
+    channel = tl.arange(0, DIM)
+    inside, in_head = channel[None, :] < HEAD_DIM, head * HEAD_DIM + channel[None, :]
+    q_at = (row * q_stride + q_head * HEAD_DIM)[:, None] + channel[None, :]
+    q = tl.load(q_ptr + request * n * q_stride + q_at, mask=inside, other=0.0)
+
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([DIM, QUERIES], tl.float32)
+    stored = tl.load(rows_ptr + column, mask=column < end, other=-1)
+    for _ in range(begin, end, TILE):
+        # What is not there is not read: a NaN there would survive a weight of zero.
+        there = stored >= 0
+        mask = there[:, None] & inside
+        stored_at = stored.to(tl.int64)[:, None]
+        keys = tl.load(keys_ptr + stored_at * keys_stride + in_head, mask=mask, other=0.0)
+        values = tl.load(values_ptr + stored_at * values_stride + in_head, mask=mask, other=0.0)
+        visible = there[:, None] & ((length - column)[:, None] + row[None, :] < window)
+        column += TILE
+        stored = tl.load(rows_ptr + column, mask=column < end, other=-1)
+        top, total, acc = _add_tile(q, keys, values, visible, top, total, acc, SCALE, PRECISION)
+    if split == SPLITS - 1:
+        own_k, own_v = k_ptr + request * n * k_stride, v_ptr + request * n * v_stride
+        keys, values, visible = _block_tile(
+            own_k, own_v, k_stride, v_stride, n, row, window, in_head, inside, CAUSAL, BLOCK
+        )
+        top, total, acc = _add_tile(q, keys, values, visible, top, total, acc, SCALE, PRECISION)
+
+    out_ptr += request * n * KV_HEADS * GROUP * HEAD_DIM
+    out_at = (row * KV_HEADS * GROUP + q_head)[None, :] * HEAD_DIM + channel[:, None]
+    mask = live[None, :] & (channel < HEAD_DIM)[:, None]
+    last = True
+    if SPLITS > 1:
+        last, total, acc = _meet(partial_ptr, arrivals_ptr, unit, split, channel, top, total, acc, SPLITS)
+    if last:
+        tl.store(out_ptr + out_at, (acc / total[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def stored_rows(
+    tags: torch.Tensor, page_table: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor,
+    page_size: int, length: int, pdl: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Launch the look-up; shapes as in `dflash2.ops.window_attention.PagedContext`. int32 ``[R, length]``, -1: none."""
+    rows = torch.empty(slots.shape[0], length, dtype=torch.int32, device=slots.device)
+    if rows.numel() == 0:
+        return rows
+    tile = min(256, triton.next_power_of_2(length))
+    with torch.cuda.device_of(rows):
+        _stored_rows_kernel[(rows.shape[0], triton.cdiv(length, tile))](
+            tags, page_table, slots, starts, rows, page_table.shape[1], length, PAGE_SIZE=page_size, TILE=tile, PDL=pdl,
+            **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+    return rows
+
+
+def window_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    arrivals: torch.Tensor,
+    *,
+    window: int | None,
+    causal: bool,
+    settings: dict[str, int],
+    pdl: bool,
+) -> torch.Tensor:
+    """Launch the kernel; shapes as in `dflash2.ops.window_attention`, checked there.
+
+    Args:
+        rows: from `stored_rows`.
+        arrivals: int32, at least ``R * n * nq`` zeros, which are zeros again afterwards. No other launch may use them
+            at the same time.
+        settings: `DEFAULTS`, or a measured choice.
+        pdl: start while the kernel before this one ends (programmatic dependent launch).
+    """
+    requests, n, heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    kv_heads, length = k.shape[2], rows.shape[1]
+    group = heads // kv_heads
+    q, k, v = (_dense_rows(x.reshape(-1, *x.shape[2:])) for x in (q, k, v))
+    keys, values = _dense_rows(keys), _dense_rows(values)
+    dim = max(16, triton.next_power_of_2(head_dim))
+    # Products in exact fp32 run on the scalar units, whose operands all sit in registers.
+    exact = q.dtype == torch.float32
+    tile, warps = (16, 8) if exact else (settings["tile"], settings["num_warps"])
+    queries = min(16 if exact else _MOST_QUERIES, max(16, triton.next_power_of_2(n * group)))
+    units = requests * kv_heads * triton.cdiv(n * group, queries)
+    reach = length if window is None else min(length, window - 1)
+    tiles = triton.cdiv(reach, tile)
+    splits = _splits(units, tiles, settings, q.device)
+    partial = torch.empty(units * splits * queries * (dim + 2) * (splits > 1), dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        _window_attention_kernel[(units, splits)](
+            q, k, v, keys, values, rows, out, partial, arrivals, n, length,
+            _NO_WINDOW if window is None else min(window, _NO_WINDOW), length - reach,
+            triton.cdiv(tiles, splits) * tile, keys.shape[0],
+            q.stride(0), k.stride(0), v.stride(0), keys.stride(0), values.stride(0),
+            CAUSAL=causal, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, SPLITS=splits, QUERIES=queries,
+            BLOCK=max(16 if exact else 64, triton.next_power_of_2(n)), TILE=tile, DIM=dim,
+            SCALE=head_dim**-0.5 * 1.4426950408889634,  # log2(e): the hardware has powers of two
+            PRECISION="ieee" if exact else "tf32",  # the latter says nothing about 16-bit operands
+            PREFETCH=_PREFETCHED // tile * tile, LINES=_power_below(max(1, head_dim * q.element_size() // 128)),
+            PDL=pdl, num_warps=warps, num_stages=settings["num_stages"], **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+    return out
+
+
+def _splits(units: int, tiles: int, settings: dict[str, int], device: torch.device) -> int:
+    """A power of two, so that a growing context meets few compiled kernels."""
+    cuda = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else _NO_GPU
+    wanted = min(processors * settings["programs_per_sm"] // units, tiles, settings["max_splits"])
+    return _power_below(max(wanted, 1))
+
+
+def _power_below(number: int) -> int:
+    """The greatest power of two up to ``number >= 1``."""
+    return 1 << number.bit_length() - 1
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """``[rows, heads, hd]`` whose heads lie one after the other; rows may lie apart."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
