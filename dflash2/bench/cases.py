@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dflash2.bench.operations import Inputs, Operation, operations
 from dflash2.bench.peers import PublishedRound, compiled_int8_head, dense_head, reference_round
 from dflash2.bench.rounds import Head, Round, Target, random_drafter, random_taps, random_target
 from dflash2.bench.shapes import SHAPES, WINDOW
@@ -147,6 +148,19 @@ def _append(shape: str, rows: int, shop: Workshop) -> Work:
     return Work(run, append_bytes(c, seen, seen), extras=extras)
 
 
+def _append_only(shape: str, sequences: int, shop: Workshop) -> Work:
+    """The other half of a round: device positions, a replayed graph."""
+    c = shop.shapes[shape]
+    work = Round(shop.drafter(shape, "int8"), sequences, CONTEXT)
+    moved = append_bytes(c, sequences * work.rows, sequences * work.stored)
+    return Work(work.append, moved, check=work.check, extras=work.facts())
+
+
+def _operation(operation: Operation, shop: Workshop) -> Work:
+    calls = operation.calls(Inputs(shop.device, shop.dtype))
+    return Work(shop.timer.captured(calls), operation.num_bytes, len(calls))
+
+
 def _published(shop: Workshop, shape: str, head: Head, context: int, *, graph: bool) -> Runner:
     published = PublishedRound(shop.drafter(shape, head), shop.target(shape), context)
     return (shop.timer.captured([published]) if graph else published), 1
@@ -183,10 +197,16 @@ def _cases() -> dict[str, Case]:
     for form in ("int8head", "int8all"):
         found[f"propose_only.27b.c1.{form}"] = partial(_propose, "27b", 1, form, only=True)
     found["propose_only.27b.c32.int8head"] = partial(_propose, "27b", 32, "int8head", only=True)
+    for n in (1, 32):
+        found[f"append_only.27b.c{n}"] = partial(_append_only, "27b", n)
     for name, length in CONTEXTS.items():
         found[f"context.27b.{name}"] = partial(_propose, "27b", 1, "int8head", context=length)
     for rows in APPENDS:
         found[f"append.27b.{rows}"] = partial(_append, "27b", rows)
+    for n in (1, 32):
+        for operation in operations(SHAPES["27b"], n, f"27b.c{n}"):
+            if operation.op not in ("int8_head", "dense_topk"):  # measured above, by rows
+                found[f"op.{operation.name}"] = partial(_operation, operation)
     return {name: Case(name, prepare) for name, prepare in found.items()}
 
 
