@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dflash2.capture import CapturedDrafting
 from dflash2.model import DraftNetwork
-from dflash2.ops.backend import Backend
 from dflash2.ops.context_rows import context_backend, context_features, store_features
 from dflash2.ops.place_rows import accept, place_rows, plan_rows
 from dflash2.positions import host_integers, integer_ids, integers_on_device
@@ -32,7 +31,6 @@ def append_on_host(
     lengths: Any,
     valid_lengths: Any,
     token_ids: Sequence[int] | Tensor | None,
-    backend: Backend = "auto",
 ) -> None:
     """Check everything, own the pages, project what a query can see, write, account. Fails before the first write."""
     starts = host_integers("start_positions", start_positions, len(seqs))
@@ -58,7 +56,7 @@ def append_on_host(
         ]
         places = _upload([*zip(*ranges, strict=True), kv.distinct_slots(seqs)], kv.device)
         kept = sum(len(r) for r in rows)
-        if kept <= CHUNK_ROWS and not any(chains) and _stores_directly(network, taps, backend):
+        if kept <= CHUNK_ROWS and not any(chains) and _stores_directly(network, taps):
             _store(network, kv, taps if kept == taps.shape[0] else _joined(rows), *_requests(places), checked=False)
         else:
             new = [
@@ -85,7 +83,6 @@ def append_on_device(
     start_positions: Any,
     lengths: Any,
     valid_lengths: Any,
-    backend: Backend = "auto",
     captured: CapturedDrafting | None = None,
 ) -> None:
     """The same without a look at the numbers: rows of sequences that do not fit go to the page nobody reads."""
@@ -98,7 +95,7 @@ def append_on_device(
         return
     slots = _upload(kv.distinct_slots(seqs), kv.device)
     if captured is None or not captured.append(slots, taps, starts, counts, valid):
-        append_rows_on_device(network, kv, slots, taps, starts, counts, valid, backend)
+        append_rows_on_device(network, kv, slots, taps, starts, counts, valid)
     kv.advance_on_device(seqs)
 
 
@@ -110,7 +107,6 @@ def append_rows_on_device(
     starts: Tensor,
     lengths: Tensor,
     valid_lengths: Tensor,
-    backend: Backend = "auto",
 ) -> None:
     """What `append_on_device` does on the device: nothing here waits for it, and a CUDA graph can capture it all.
 
@@ -120,9 +116,8 @@ def append_rows_on_device(
         slots: int64 ``[R]``; those of requests that fit are different.
         taps: ``[N, T*H]``.
         starts, lengths, valid_lengths: int64 ``[R]``.
-        backend: see `choose_backend`.
     """
-    if _stores_directly(network, taps, backend):
+    if _stores_directly(network, taps):
         _store(network, kv, taps, starts, lengths, valid_lengths, slots, checked=True)
         return
     placed = plan_rows(starts, lengths, valid_lengths, slots, kv.row_pool, taps.shape[0], checked=True)
@@ -131,9 +126,9 @@ def append_rows_on_device(
     accept(placed, slots, kv.row_pool)
 
 
-def _stores_directly(network: DraftNetwork, taps: Tensor, backend: Backend) -> bool:
+def _stores_directly(network: DraftNetwork, taps: Tensor) -> bool:
     """Whether rows go from the kernel to the pool, without a copy between."""
-    return context_backend(backend, taps.to(network.hidden_norm.weight.dtype), network.context_weights()) == "triton"
+    return context_backend(network.backend, taps, network.context_weights()) == "triton"
 
 
 def _store(

@@ -251,11 +251,9 @@ class DFlash2Drafter(DraftNetwork):
             raise ValueError("token_ids publish rows under host positions only: these are on a device. Leave them out.")
         with torch.no_grad(), self._own_dtype():
             if on_host:
-                append_on_host(self, kv, seqs, taps, start_positions, lengths, valid_lengths, token_ids, self.backend)
+                append_on_host(self, kv, seqs, taps, start_positions, lengths, valid_lengths, token_ids)
             else:
-                append_on_device(
-                    self, kv, seqs, taps, start_positions, lengths, valid_lengths, self.backend, self._captured(kv)
-                )
+                append_on_device(self, kv, seqs, taps, start_positions, lengths, valid_lengths, self._captured(kv))
 
     def propose(
         self,
@@ -326,7 +324,9 @@ class DFlash2Drafter(DraftNetwork):
         k = self.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
         self._check_propose(k)
         if self.device.type != "cuda":
-            raise ConfigError(f"capture records CUDA graphs and the drafter is on {self.device}: move it to a GPU first.")
+            raise ConfigError(
+                f"capture records CUDA graphs and the drafter is on {self.device}: move it to a GPU first."
+            )
         if not batch_sizes or not all(is_integer(n) and 1 <= n <= kv.max_sequences for n in batch_sizes):
             raise ConfigError(f"batch_sizes={list(batch_sizes)}: expected numbers from 1 to {kv.max_sequences}.")
         kv.captured = None

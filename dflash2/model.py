@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from dflash2.config import DFlash2Config
 from dflash2.conv import GroupedConv
+from dflash2.ops.backend import Backend
 from dflash2.ops.context_rows import ContextWeights, RowMap, project_rows
 from dflash2.ops.residual_norm import rms_norm
 from dflash2.rope import RotaryTable, apply_rope
@@ -95,6 +96,9 @@ def _convolved(conv: GroupedConv | None, x: Tensor, sublayer: Callable[[Tensor],
 class DraftNetwork(nn.Module):
     """Context features, draft layers, final norm and selector. Embedding and head are the target's, not ours."""
 
+    #: ``"auto"``: kernels on a GPU, modules elsewhere. ``"torch"`` and ``"triton"`` insist on one of them.
+    backend: Backend = "auto"
+
     def __init__(self, config: DFlash2Config, *, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__()
         c = config
@@ -138,7 +142,7 @@ class DraftNetwork(nn.Module):
             keys (normed and rotated) and values, each ``[L, N, nkv, hd]``. Bit-equal however rows are split into
             calls (`project_rows`).
         """
-        return project_rows(taps, positions, self.context_weights())
+        return project_rows(taps, positions, self.context_weights(), backend=self.backend)
 
     def context_weights(self) -> ContextWeights:
         """What context rows are made with, shared."""

@@ -171,10 +171,10 @@ def store_features(
 
 
 def context_backend(backend: str, x: Tensor, weights: ContextWeights) -> str:
-    """`choose_backend` for taps or features ``x``. Weights the kernels cannot take make ``auto`` the reference."""
+    """`choose_backend` for taps or features ``x`` of any dtype. Weights no kernel takes make ``auto`` the reference."""
     w = weights
     tensors = [t for m in (w.fc, *w.maps) for t in m if t is not None and t.is_floating_point()]
-    chosen = choose_backend(backend, x, w.hidden_norm, *w.key_norms, *tensors, dots=True)
+    chosen = choose_backend(backend, w.hidden_norm, x[:0].to(w.hidden_norm.dtype), *w.key_norms, *tensors, dots=True)
     if chosen == "triton" and (obstacle := _obstacle(w)) is not None:
         if backend == "triton":
             raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto' or 'torch'.")
