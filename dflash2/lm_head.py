@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash2.errors import ConfigError
-from dflash2.ops.row_linear import row_linear
+from dflash2.ops.dense_topk import dense_topk
+from dflash2.ops.int8_head import int8_head, int8_head_top
+from dflash2.ops.int8_rows import quantize_rows
 from dflash2.ops.top_candidates import top_candidates
 
 __all__ = ["DenseLMHead", "Int8LMHead", "LMHead", "OpaqueLMHead", "as_lm_head"]
 
-#: Vocabulary rows that are dequantised at a time by the torch path: bounds the copy at a few MB.
-CHUNK_ROWS = 8192
+_log = logging.getLogger(__name__)
 
 
 class LMHead(Protocol):
@@ -53,6 +55,15 @@ class DenseLMHead(_TopFromLogits):
         bias = None if self.bias is None else self.bias[:vocab_size]
         return F.linear(hidden.to(self.weight.dtype), self.weight[:vocab_size], bias)
 
+    def top(self, hidden: Tensor, vocab_size: int, count: int) -> tuple[Tensor, Tensor]:
+        """See `LMHead`. A 16-bit weight on a GPU: from fp32 sums that are never written; else from `logits`.
+
+        Processors multiply 16-bit numbers into 16-bit results (a head of 49,152 x 576: 8 ms; widened first, 400 ms).
+        """
+        if not self.weight.is_cuda or self.weight.dtype not in (torch.float16, torch.bfloat16):
+            return super().top(hidden, vocab_size, count)
+        return dense_topk(hidden.to(self.weight.dtype), self.weight, self.bias, vocab_size=vocab_size, count=count)
+
 
 class OpaqueLMHead(_TopFromLogits):
     """Any callable ``[N, H] -> [N, V']``: packed or quantised heads that have no weight to share."""
@@ -71,15 +82,17 @@ class OpaqueLMHead(_TopFromLogits):
         return logits[:, :vocab_size]
 
 
-class Int8LMHead(nn.Module, _TopFromLogits):
-    """Weight-only int8, symmetric, one scale per output row, fp32 accumulation. Serves the target and the drafter.
+class Int8LMHead(nn.Module):
+    """Int8 weight, symmetric, one scale per output row, exact sums (`dflash2.ops.int8_head`). For target and drafter.
 
-    As a module it takes the place of a target's ``lm_head``. A row's result does not depend on the number of rows.
+    As a module it takes the place of a target's ``lm_head``. A row's result is the same to the bit whatever the number
+    of rows and the device.
 
     Attributes:
         weight: int8 ``[V', H]``.
         scale: fp32 ``[V']``; ``logit = scale * (weight . x) + bias``.
         bias: ``[V']`` or None.
+        freed_bytes: what `from_linear` released of the head this one was made from; 0 if that was kept.
     """
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None):
@@ -90,6 +103,7 @@ class Int8LMHead(nn.Module, _TopFromLogits):
         self.weight: Tensor
         self.scale: Tensor
         self.bias: Tensor | None
+        self.freed_bytes = 0
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, free_source: bool = False) -> Int8LMHead:
@@ -97,7 +111,8 @@ class Int8LMHead(nn.Module, _TopFromLogits):
 
         Args:
             linear: ``[V', H]`` with or without bias; a tied embedding module is one without.
-            free_source: release the 16-bit weight afterwards; ``linear`` is then empty and must be replaced.
+            free_source: release the 16-bit weight afterwards; ``linear`` is then empty and must be replaced. The log,
+                the printed module and ``freed_bytes`` say how much that was. The bias is kept, and shared.
 
         Raises:
             ConfigError: the weight is all zeros or not finite, or is to be freed while something else still reads it.
@@ -108,24 +123,25 @@ class Int8LMHead(nn.Module, _TopFromLogits):
         others = _other_owners(linear) if free_source else 0
         if others:
             raise ConfigError(
-                f"free_source=True: {others} other owner(s) read this weight (a tied embedding? a bound drafter?), "
-                "so it cannot be freed. Use free_source=False."
+                f"free_source=True: {others} other owner(s) read this weight (a tied embedding? a bound drafter? a "
+                "bias in the same memory?), so it cannot be freed. Use free_source=False."
             )
-        weight = torch.empty(source.shape, dtype=torch.int8, device=source.device)
-        scale = torch.empty(source.shape[0], dtype=torch.float32, device=source.device)
-        for i in range(0, source.shape[0], CHUNK_ROWS):
-            rows = source[i : i + CHUNK_ROWS].detach().float()
-            largest = rows.abs().amax(-1)
-            scale[i : i + CHUNK_ROWS] = largest / 127
-            inverse = torch.where(largest > 0, 127 / largest, 0.0)
-            weight[i : i + CHUNK_ROWS] = (rows * inverse[:, None]).round().to(torch.int8)
+        weight, scale = quantize_rows(source)
         if not bool(scale.isfinite().all()):
             raise ConfigError("the head's weight holds NaN or infinity: the file it came from is damaged.")
         bias = getattr(linear, "bias", None)
-        bias = None if bias is None else bias.detach()
+        head = cls(weight, scale, None if bias is None else bias.detach())
         if free_source:
             linear.weight = nn.Parameter(source.new_empty(0, source.shape[1]), requires_grad=False)
-        return cls(weight, scale, bias)
+            head.freed_bytes = source.untyped_storage().nbytes()
+            _log.info("lm_head: %s freed: %s", source.dtype, head.extra_repr())
+        return head
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``."""
+        rows, width = self.weight.shape
+        kept = self.weight.nbytes + self.scale.nbytes
+        return f"{rows} x {width}, {kept:,} bytes" + (f", {self.freed_bytes:,} freed" if self.freed_bytes else "")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` -> logits ``[..., V']`` in hidden's dtype."""
@@ -141,12 +157,11 @@ class Int8LMHead(nn.Module, _TopFromLogits):
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """See `LMHead`; fp32."""
-        x, out = hidden.float(), []
-        for i in range(0, vocab_size, CHUNK_ROWS):
-            part = slice(i, min(i + CHUNK_ROWS, vocab_size))
-            out.append(row_linear(x, self.weight[part].float()) * self.scale[part])
-        logits = torch.cat(out, -1)
-        return logits if self.bias is None else logits + self.bias[:vocab_size].float()
+        return int8_head(hidden, self.weight, self.scale, self.bias, vocab_size=vocab_size)
+
+    def top(self, hidden: Tensor, vocab_size: int, count: int) -> tuple[Tensor, Tensor]:
+        """See `LMHead`; on a GPU no logits are written."""
+        return int8_head_top(hidden, self.weight, self.scale, self.bias, vocab_size=vocab_size, count=count)
 
 
 def _other_owners(linear: nn.Linear) -> int:

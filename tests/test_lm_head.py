@@ -14,7 +14,7 @@ from tiny import Toy, tiny_config
 from torch import Tensor, nn
 
 from dflash2 import ConfigError, DFlash2Drafter, Int8LMHead
-from dflash2.lm_head import CHUNK_ROWS, DenseLMHead, OpaqueLMHead, as_lm_head
+from dflash2.lm_head import DenseLMHead, OpaqueLMHead, as_lm_head
 from dflash2.ops.top_candidates import top_candidates
 
 V, H = 37, 16
@@ -316,7 +316,7 @@ def test_int8_error_bound():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [V, CHUNK_ROWS + 13])
+@pytest.mark.parametrize("vocab", [V, 2**20 // 64 + 13])
 def test_int8_rows_do_not_depend_on_the_batch(dtype, vocab):
     """B133: bit-equal for any number of rows."""
     width = 64
@@ -360,11 +360,15 @@ def test_int8_drafts():
         toy.drafter.bind_target(toy.embed, Int8LMHead.from_linear(linear(weight(V - 1))))
 
 
-def test_free_source():
-    module = linear(weight())
+def test_free_source(caplog):
+    module = linear(weight(), torch.randn(V))
     memory = weakref.ref(module.weight)
+    caplog.set_level("INFO", logger="dflash2")
     head = Int8LMHead.from_linear(module, free_source=True)
     gc.collect()
+    assert head.freed_bytes == 4 * V * H
+    assert "float32 freed" in caplog.text
+    assert str(head) == f"Int8LMHead({V} x {H}, {V * H + 4 * V} bytes, {4 * V * H:,} freed)"
     assert memory() is None, "the 16-bit weight is gone"
     assert module.weight.numel() == 0
     assert head.logits(hidden(), V).shape == (5, V)
@@ -372,8 +376,64 @@ def test_free_source():
 
 def test_not_freed_by_default():
     module = linear(weight())
-    Int8LMHead.from_linear(module)
+    head = Int8LMHead.from_linear(module)
     assert torch.equal(module.weight, weight())
+    assert head.freed_bytes == 0
+    assert "freed" not in str(head)
+
+
+def test_target_and_drafter_read_one_int8_weight():
+    target = nn.ModuleDict({"lm_head": linear(weight())})
+    target["lm_head"] = Int8LMHead.from_linear(target["lm_head"], free_source=True)
+    drafter = DFlash2Drafter(tiny_config()).bind_target(weight(), target["lm_head"])
+    assert drafter._head[0] is target["lm_head"]
+    x = hidden()
+    ids, values = drafter._head[0].top(x, V, 3)
+    assert torch.equal(values, target["lm_head"](x).gather(1, ids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+def test_memory_before_and_after(bias):
+    """The 16-bit copy is gone, the integers and scales are there, and what target and drafter hold is counted once."""
+    vocab, width = 100_003, 1024
+    empty = torch.cuda.memory_allocated()
+    target = nn.ModuleDict({"lm_head": nn.Linear(width, vocab, bias, device="cuda", dtype=torch.bfloat16)})
+    before = torch.cuda.memory_allocated()
+    x = torch.randn(7, width, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        dense = target["lm_head"](x)
+    free = torch.cuda.memory_allocated() - before
+    target["lm_head"] = Int8LMHead.from_linear(target["lm_head"], free_source=True)
+    config = tiny_config(hidden_size=width, vocab_size=vocab)
+    drafter = DFlash2Drafter(config).to("cuda", torch.bfloat16)
+    own = torch.cuda.memory_allocated()
+    table = torch.ones(vocab, width, device="cuda", dtype=torch.bfloat16)
+    drafter.bind_target(table, target["lm_head"])
+    table_bytes = 2 * vocab * width
+    slack = 64 * 512  # the allocator's rounding, and the drafter's small tensors are counted apart
+    kept = vocab * width + 4 * vocab + (2 * vocab if bias else 0)
+    drafter_bytes = sum(t.untyped_storage().nbytes() for t in (*drafter.parameters(), *drafter.buffers()))
+    assert abs(before - empty - (2 * vocab * width + (2 * vocab if bias else 0))) < slack
+    assert abs(own - empty - free - kept - drafter_bytes) < slack + 512 * len(list(drafter.parameters()))
+    assert torch.cuda.memory_allocated() - own == pytest.approx(table_bytes, abs=slack)
+    assert target["lm_head"].freed_bytes == 2 * vocab * width
+    ids, values = drafter._head[0].top(x, vocab, 16)
+    assert torch.equal(values, target["lm_head"].logits(x, vocab).gather(1, ids))
+    assert (values[:, :1] - dense.float().amax(1, keepdim=True)).abs().max() < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dense_head_on_a_gpu(dtype):
+    w, x = weight(V + 27).to("cuda", dtype), hidden().to("cuda", dtype)
+    w[V:] *= 1000
+    bias = torch.zeros(V + 27, device="cuda", dtype=dtype)
+    bias[11], bias[V] = 100, 10_000
+    ids, values = DenseLMHead(w, bias).top(x, V, 5)
+    exact = x.double() @ w[:V].double().T + bias[:V].double()
+    torch.testing.assert_close(values.double(), exact.gather(1, ids), rtol=1e-4, atol=1e-4)
+    assert ids.tolist() == [brute_force(row, 5) for row in exact.tolist()]
 
 
 def tied_module():
@@ -398,12 +458,22 @@ def bound_embedding():
     return head, DFlash2Drafter(tiny_config()).bind_target(head.weight, weight())
 
 
+def bias_in_the_same_memory():
+    memory = torch.randn(V * H + V)
+    head = nn.Linear(H, V)
+    head.weight, head.bias = nn.Parameter(memory[: V * H].view(V, H)), nn.Parameter(memory[V * H :])
+    head.weight.data.copy_(weight())
+    return head, None
+
+
 def closure():
     weight_of = (head := linear(weight())).weight
     return head, lambda x: x @ weight_of.T
 
 
-@pytest.mark.parametrize("make", [tied_module, tied_memory, bound_drafter, bound_embedding, closure])
+@pytest.mark.parametrize(
+    "make", [tied_module, tied_memory, bound_drafter, bound_embedding, bias_in_the_same_memory, closure]
+)
 def test_free_source_refuses_what_others_read(make):
     head, _other = make()
     with pytest.raises(ConfigError, match=r"free_source=True.*free_source=False"):

@@ -1,0 +1,187 @@
+"""Triton kernels of `dflash2.ops.int8_head`: rows to whole numbers, int8 products, and logits or their C best.
+
+Weights are the first operand of the tensor cores, [BLOCK_V, BLOCK_K], read once and straight into int8 products. The
+halves of a row lie side by side as two columns of the second operand, so that one thread ends up with both sums.
+Sums are exact: tiles, splits and other rows cannot change a bit. Row tiles of the same weights run next to each other.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .top_candidates import LOWEST, Candidates, collect
+
+DEFAULTS = {"BLOCK_V": 128, "BLOCK_R": 32, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
+CANDIDATES = [
+    {"BLOCK_V": v, "BLOCK_R": r, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
+    for v, r, k, warps, stages in (
+        # Up to 8 rows: bytes in flight. 16: two tiles of 8, or one.
+        (64, 8, 256, 4, 3), (64, 8, 256, 4, 4), (128, 8, 128, 4, 3), (128, 8, 128, 4, 4), (128, 8, 128, 8, 4),
+        (128, 8, 256, 4, 3), (128, 8, 256, 8, 3), (128, 16, 128, 4, 4), (256, 8, 128, 8, 3), (256, 8, 128, 8, 4),
+        # 17 to 64: a wide tile of weights, so that the rows are read less often.
+        (128, 32, 128, 4, 4), (128, 32, 128, 8, 4), (256, 32, 128, 8, 3), (128, 64, 128, 8, 3), (128, 64, 128, 8, 4),
+        (256, 64, 64, 8, 4), (256, 64, 128, 8, 3), (256, 64, 128, 8, 4),
+        # More: tensor cores.
+        (128, 128, 128, 8, 3), (128, 128, 128, 8, 4), (256, 128, 64, 16, 4), (256, 128, 128, 16, 3),
+    )
+]  # fmt: skip
+#: Largest whole number of a row: 256 * 127 + 127, so that both halves fit int8.
+LIMIT = tl.constexpr(32639.0)
+_QUANTISE_BLOCK = 8192
+
+
+@triton.jit
+def _quantise_kernel(
+    x_ptr, halves_ptr, row_scale_ptr, floor_ptr, hidden, x_row_stride, x_column_stride,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """One row into its halves int8 ``[rows, 2, hidden]`` and scale; the row's floor starts at the lowest value."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = 0.0
+    for start in range(0, hidden, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_row_stride + column * x_column_stride, mask=column < hidden, other=0.0)
+        size = tl.abs(x.to(tl.float32))
+        # A NaN compares as false: damage of either kind becomes inf.
+        largest = tl.maximum(largest, tl.max(tl.where(size < float("inf"), size, float("inf")), 0))
+    whole = largest < float("inf")
+    scale = tl.where(whole, tl.div_rn(tl.where(whole, largest, 0.0), LIMIT), float("nan"))
+    usable = scale >= 1.1754943508222875e-38  # else zero, damaged, or too small for an exact division
+    for start in range(0, hidden, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_row_stride + column * x_column_stride, mask=column < hidden, other=0.0)
+        quotient = tl.div_rn(tl.where(usable, x.to(tl.float32), 0.0), tl.where(usable, scale, 1.0))
+        # Adding 1.5 * 2**23 leaves the nearest whole number, ties to even, in the low bits.
+        whole_number = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        high = (whole_number + 128) >> 8
+        at = halves_ptr + row * 2 * hidden + column
+        tl.store(at, high.to(tl.int8), mask=column < hidden)
+        tl.store(at + hidden, (whole_number - (high << 8)).to(tl.int8), mask=column < hidden)
+    tl.store(row_scale_ptr + row, scale)
+    if SLOTS > 0:
+        tl.store(floor_ptr + row * SLOTS + tl.arange(0, SLOTS), tl.full([SLOTS], LOWEST, tl.int32))
+
+
+@triton.jit
+def _logits(
+    weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, token, row, vocab, rows, hidden,
+    weight_row_stride, weight_column_stride,
+    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """fp32 ``[BLOCK_V, BLOCK_R]``. Ids and rows outside repeat the last one, whatever comes of it."""
+    token = tl.minimum(token, vocab - 1).to(tl.int64)
+    half = tl.minimum(tl.program_id(0) * 2 * BLOCK_R + tl.arange(0, 2 * BLOCK_R), 2 * rows - 1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    weight_at = weight_ptr + token[:, None] * weight_row_stride + k[None, :] * weight_column_stride
+    half_at = halves_ptr + half[None, :] * hidden + k[:, None]
+    sums = tl.zeros([BLOCK_V, 2 * BLOCK_R], dtype=tl.int32)
+    for start in range(0, hidden, BLOCK_K):
+        if EVEN:
+            weight = tl.load(weight_at)
+            halves = tl.load(half_at)
+        else:
+            weight = tl.load(weight_at, mask=(k < hidden - start)[None, :], other=0)
+            halves = tl.load(half_at, mask=(k < hidden - start)[:, None], other=0)
+        sums = tl.dot(weight, halves, sums, out_dtype=tl.int32)
+        weight_at += BLOCK_K * weight_column_stride
+        half_at += BLOCK_K
+    high, low = tl.split(tl.reshape(sums, [BLOCK_V, BLOCK_R, 2]))
+    total = high.to(tl.int64) * 256 + low
+    row_scale = tl.load(row_scale_ptr + row, mask=row < rows, other=0.0)
+    logits = (tl.load(scale_ptr + token)[:, None] * row_scale[None, :]) * total.to(tl.float32)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + token).to(tl.float32)[:, None]
+    return logits
+
+
+@triton.jit(do_not_specialize=["vocab", "rows", "count", "tiles"])
+def _top_kernel(
+    weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
+    vocab, rows, hidden, weight_row_stride, weight_column_stride, count, tiles,
+    SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    logits = _logits(
+        weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, token, row, vocab, rows, hidden,
+        weight_row_stride, weight_column_stride, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
+    )  # fmt: skip
+    collect(logits, token, row, vocab, rows, count, tiles, lists_ptr, lengths_ptr, floor_ptr, SLOTS, BLOCK_R)
+
+
+@triton.jit(do_not_specialize=["vocab", "rows"])
+def _logits_kernel(
+    weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, logits_ptr,
+    vocab, rows, hidden, weight_row_stride, weight_column_stride,
+    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    logits = _logits(
+        weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, token, row, vocab, rows, hidden,
+        weight_row_stride, weight_column_stride, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
+    )  # fmt: skip
+    at = logits_ptr + row.to(tl.int64)[None, :] * vocab + token[:, None]
+    tl.store(at, logits, mask=(row < rows)[None, :] & (token < vocab)[:, None])
+
+
+def int8_head(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    vocab: int,
+    settings: dict[str, int],
+) -> torch.Tensor:
+    """Logits fp32 ``[N, vocab]``; shapes as in `dflash2.ops.int8_head`, checked there, none of them empty."""
+    rows = hidden.shape[0]
+    logits = torch.empty(rows, vocab, dtype=torch.float32, device=hidden.device)
+    with torch.cuda.device_of(hidden):
+        halves, row_scale = _quantise(hidden, None)
+        options = _options(rows, hidden.shape[1], settings)
+        grid = (triton.cdiv(rows, options["BLOCK_R"]), triton.cdiv(vocab, options["BLOCK_V"]))
+        _logits_kernel[grid](
+            weight, scale, bias, halves, row_scale, logits, vocab, rows, hidden.shape[1], *weight.stride(), **options
+        )
+    return logits
+
+
+def int8_head_top(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    vocab: int,
+    count: int,
+    first_id: int,
+    settings: dict[str, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` best ids and logits; no logits are written. Shapes as in `int8_head`."""
+    rows = hidden.shape[0]
+    options = _options(rows, hidden.shape[1], settings)
+    with torch.cuda.device_of(hidden):
+        found = Candidates(rows, vocab, count, options["BLOCK_V"], options["BLOCK_R"], hidden.device)
+        halves, row_scale = _quantise(hidden, found.floor)
+        _top_kernel[found.row_tiles, found.tiles](
+            weight, scale, bias, halves, row_scale, found.lists, found.lengths, found.floor,
+            vocab, rows, hidden.shape[1], *weight.stride(), count, found.tiles, SLOTS=found.slots, **options,
+        )  # fmt: skip
+        return found.select(first_id)
+
+
+def _quantise(hidden: torch.Tensor, floor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = hidden.shape
+    halves = torch.empty(rows, 2, width, dtype=torch.int8, device=hidden.device)
+    row_scale = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+    _quantise_kernel[(rows,)](
+        hidden, halves, row_scale, floor, width, *hidden.stride(),
+        BLOCK=min(_QUANTISE_BLOCK, triton.next_power_of_2(width)), SLOTS=0 if floor is None else floor.shape[1],
+        num_warps=8,
+    )  # fmt: skip
+    return halves, row_scale
+
+
+def _options(rows: int, width: int, settings: dict[str, int]) -> dict[str, int | bool]:
+    """A product and a sum stay two roundings, as in the definition: no fusing."""
+    block_r = min(settings["BLOCK_R"], max(8, triton.next_power_of_2(rows)))
+    return {**settings, "BLOCK_R": block_r, "EVEN": width % settings["BLOCK_K"] == 0, "enable_fp_fusion": False}
