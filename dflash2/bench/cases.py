@@ -6,7 +6,7 @@ them could stay there from one call to the next, calls over several sets of inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -56,7 +56,7 @@ class Work:
     num_bytes: int
     units: int = 1
     check: Callable[[], None] = lambda: None
-    peers: dict[str, Callable[[], Runner]] = field(default_factory=dict)
+    peers: Mapping[str, Callable[[], Runner]] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
 
 
@@ -98,11 +98,11 @@ def _head(shape: str, kind: Head, rows: int, shop: Workshop) -> Work:
     heads: Sequence[Any] = int8 if kind == "int8" else [DenseLMHead(h.weight) for h in dense]
 
     def compiled() -> Runner:
-        calls = [compiled_int8_head(x, h.weight, h.scale, best) for h in int8]
+        calls = compiled_int8_head(x, int8, best)
         return timer.captured(calls), len(calls)
 
     cublas = [partial(dense_head, x, h.weight, best) for h in dense]
-    peers = {"cublas_bf16_topk": lambda: (timer.captured(cublas), len(cublas))}
+    peers: dict[str, Callable[[], Runner]] = {"cublas_bf16_topk": lambda: (timer.captured(cublas), len(cublas))}
     if kind == "int8" and rows in COMPILED_ROWS:
         peers["torch_compile_int8_topk"] = compiled
     run = timer.captured([partial(h.top, x, c.vocab_size, best) for h in heads])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,5 +57,5 @@ def _ways(numbers: Tensor) -> dict[str, Callable[[], Tensor]]:
 
     for s in kernel.CANDIDATES:
         name = f"triton {s['PROGRAMS']}x{s['BLOCK']} elements, {s['num_warps']} warps, {s['num_stages']} stages"
-        ways[name] = lambda s=s: kernel.read(numbers, s)
+        ways[name] = partial(kernel.read, numbers, s)
     return ways

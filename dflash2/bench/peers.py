@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from dflash2.bench.rounds import Round, Target, random_taps
 from dflash2.drafter import DFlash2Drafter
+from dflash2.lm_head import Int8LMHead
 
 __all__ = ["PublishedRound", "compiled_int8_head", "dense_head", "reference_round", "time_limit"]
 
@@ -48,26 +50,32 @@ def dense_head(x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ids, values
 
 
-def compiled_int8_head(x: Tensor, weight: Tensor, scale: Tensor, count: int) -> Callable[[], Any]:
+def compiled_int8_head(x: Tensor, heads: Sequence[Int8LMHead], count: int) -> list[Callable[[], Any]]:
     """Weight-only int8 as it is written in torch and left to ``torch.compile``; the scale comes after the product.
+
+    Returns:
+        A call for each head.
 
     Raises:
         TimeoutError: compiling took too long.
     """
 
-    def top(x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x, weight.to(x.dtype)) * scale
-        values, ids = logits.topk(count)
+    def top(x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = (F.linear(x, weight.to(x.dtype)) * scale).topk(count)
         return ids, values
 
     compiled = torch.compile(top, dynamic=False)
-    with time_limit(COMPILE_S), torch.no_grad():
-        compiled(x)
-    return lambda: compiled(x)
+    calls: list[Callable[[], Any]] = [partial(compiled, x, head.weight, head.scale) for head in heads]
+    with time_limit(COMPILE_S):
+        for call in calls:
+            call()
+    return calls
 
 
 def reference_round(drafter: DFlash2Drafter, target: Target, context: int, *, compiled: bool) -> Round:
     """A round of our own definitions in torch, one sequence, 16-bit head; eagerly, or the network by ``torch.compile``.
+
+    Only the walk over the candidates, some microseconds, stays a kernel.
 
     Args:
         drafter: whose weights to use; it stays as it is.
@@ -119,7 +127,8 @@ class PublishedRound:
         self.cache = published._make_cache(self.model.config)
         self.rows, self.produced = drafter.config.block_size, max(1, drafter.config.block_size // 2)
         self.anchor = torch.zeros(1, dtype=torch.int64, device=drafter.device)
-        self.start, self.before = 0, []
+        self.start = 0
+        self.before: list[tuple[Tensor, Tensor]] = []
         self.taps = random_taps(drafter, context)
         self._draft(context)
         self.taps = random_taps(drafter, self.produced)

@@ -6,12 +6,14 @@ import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from dflash2.bench.cases import Case, Workshop, select
+from dflash2.bench.cases import Case, Runner, Workshop, select
 from dflash2.bench.ceilings import Ceilings, measure_ceilings
 from dflash2.bench.checks import check_operations
 from dflash2.bench.timing import Timer
@@ -108,7 +110,7 @@ def measure(
     read, copy = roof.read_bytes_per_s / 1e12, roof.copy_bytes_per_s / 1e12
     say(f"read {read:.3f} TB/s, copy (bytes read + written) {copy:.3f} TB/s\n")
     failed: dict[str, str] = {}
-    origin = {**provenance(timer.device), **_versions(), **facts, "read_ways": roof.ways, "failed": failed}
+    origin = {**provenance(timer.device), **_machine(timer.device), **facts, "read_ways": roof.ways, "failed": failed}
     report: dict[str, Any] = {
         "ceilings": {"read_bytes_per_s": roof.read_bytes_per_s, "copy_bytes_per_s": roof.copy_bytes_per_s},
         "provenance": origin,
@@ -116,7 +118,7 @@ def measure(
     }
     say(HEADER)
     for case in cases:
-        row, error = _attempt(lambda case=case: _measure(case, shop, roof, peers))
+        row, error = _attempt(partial(_measure, case, shop, roof, peers))
         if row is None:
             failed[case.name] = error
             say(f"{case.name:<30} FAILED: {error}")
@@ -139,7 +141,7 @@ def _measure(case: Case, shop: Workshop, roof: Ceilings, with_peers: bool) -> di
     notes = dict(work.extras.pop("notes", {}))
     peers: dict[str, float | None] = {}
     for name, make in work.peers.items() if with_peers else ():
-        median, error = _attempt(lambda make=make: _peer(timer, *make()))
+        median, error = _attempt(partial(_peer, timer, make))
         peers[name] = median
         if error:
             notes[name] = error
@@ -156,7 +158,8 @@ def _measure(case: Case, shop: Workshop, roof: Ceilings, with_peers: bool) -> di
     return {**row, **work.extras, **({"notes": notes} if notes else {})}
 
 
-def _peer(timer: Timer, run: Callable[[], Any], units: int) -> float:
+def _peer(timer: Timer, make: Callable[[], Runner]) -> float:
+    run, units = make()
     return round(timer.measure(run, units, min(timer.samples, PEER_SAMPLES)).median_us, 3)
 
 
@@ -180,11 +183,10 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['case']:<30}{''.join(times)}{held}  {peers}"
 
 
-def _versions() -> dict[str, str | None]:
+def _machine(device: torch.device) -> dict[str, Any]:
     try:
-        from importlib.metadata import version
-
         triton = version("triton")
-    except ImportError:  # PackageNotFoundError is one
+    except PackageNotFoundError:
         triton = None
-    return {"triton": triton, "cuda": torch.version.cuda}
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else None
+    return {"triton": triton, "cuda": torch.version.cuda, "l2_bytes": l2}

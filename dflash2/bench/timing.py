@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -67,8 +68,8 @@ class Timer:
         self.wait()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = [call() for call in calls]  # what a graph writes must stay allocated
-        return lambda: (graph.replay(), kept)
+            kept = [call() for call in calls]
+        return partial(_replay, graph, kept)
 
     def measure(self, run: Call, units: int = 1, samples: int | None = None) -> Timing:
         """Time ``run``, which does ``units`` equal pieces of work, and give the time of one piece.
@@ -119,3 +120,8 @@ class Timer:
         for _ in range(repeats):
             run()
         return (time.perf_counter() - began) * 1e6
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: list[Any]) -> None:
+    """``kept`` is what the graph writes, which must stay allocated."""
+    graph.replay()

@@ -8,6 +8,8 @@ import pytest
 
 from dflash2.bench.cases import CASES
 from dflash2.bench.report import BEGIN, END, PEERS, ROWS, into_readme, load, main, plot, table
+from dflash2.bench.shapes import SHAPES
+from dflash2.bench.traffic import round_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "dflash2/bench/results").glob("nvidia-*.json"))
@@ -104,6 +106,16 @@ def test_readme_shows_the_file_that_ships():
         pytest.skip("no GPU result is there yet")
     (file,) = RESULTS
     assert into_readme(README, load(file)) == README, f"run python -m dflash2.bench.report {file} --readme README.md"
+
+
+def test_bytes_that_the_readme_names():
+    c, text = SHAPES["27b"], README.replace("\n", " ")
+    for int8, words in (
+        (True, "for Qwen3.8-27B's drafter in 16 bits with an int8 head"),
+        (False, "with a 16-bit head"),
+    ):
+        moved = round_bytes(c, 1, 4096, c.block_size, c.block_size // 2, int8_head=int8)
+        assert f"{moved / 1e9:.1f} GB {words}" in text
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda path: path.name)

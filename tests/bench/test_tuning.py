@@ -1,6 +1,7 @@
 """Tuning keeps the fastest right candidate under the shape the op asks for, in the file that launches read."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,7 @@ class ByBlock(Timer):
         return Timing(took, took, took)
 
 
+SHIPPED = sorted((Path(__file__).parents[2] / "kernels" / "configs").glob("*.json"))
 LAUNCHED: list[dict[str, int]] = []
 
 
@@ -142,6 +144,20 @@ def test_candidates_are_settings_of_their_kernel(op):
     for settings in found[1:]:
         assert set(settings) <= set(defaults)
     assert len({tuple(sorted(s.items())) for s in found}) == len(found)
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.name)
+def test_settings_that_ship_exist(file):
+    pytest.importorskip("triton")
+    report = json.loads(file.read_text())
+    assert file.name == settings_file(report["device"])
+    assert report["commit"]
+    assert set(report["ops"]) == set(tuning.TUNED)
+    for op, entries in report["ops"].items():
+        known = set().union(*tuning.candidates(op))
+        for entry in entries:
+            assert set(entry["settings"]) <= known
+            assert all(size >= 1 for size in entry["shape"].values())
 
 
 def test_operations_of_the_benchmark_are_those_of_a_round():
