@@ -2,7 +2,7 @@
 
 Weights are always the first operand of the tensor cores and rows the second, so that every element is the same chain of
 k16 (fp32: k1) steps in every tile shape. Inputs are cut into spans by the weight's shape alone; spans are summed in
-fp32, one after the other, either across programs (few rows: all of the card reads) or inside each (many rows).
+fp32, one after the other, either by who reads the sums (so that all of the card works) or inside a program.
 """
 
 import torch
@@ -11,8 +11,9 @@ import triton.language as tl
 
 #: For few rows, bound by reading the weights. GATHER 1 sums the spans inside a program.
 DEFAULTS = {"BLOCK_O": 64, "BLOCK_R": 16, "BLOCK_K": 128, "GATHER": 0, "num_warps": 4, "num_stages": 4}
-#: For many rows, bound by the tensor cores.
-MANY_ROWS = {"BLOCK_O": 128, "BLOCK_R": 128, "BLOCK_K": 64, "GATHER": 1, "num_warps": 8, "num_stages": 4}
+#: For a batch: two programs fit on a multiprocessor. For many rows: the largest tile, as smaller ones wait for the L2.
+BATCH = {"BLOCK_O": 128, "BLOCK_R": 128, "BLOCK_K": 64, "GATHER": 0, "num_warps": 8, "num_stages": 3}
+MANY_ROWS = {"BLOCK_O": 256, "BLOCK_R": 128, "BLOCK_K": 64, "GATHER": 0, "num_warps": 8, "num_stages": 4}
 CANDIDATES = [
     {"BLOCK_O": o, "BLOCK_R": r, "BLOCK_K": k, "GATHER": gather, "num_warps": warps, "num_stages": stages}
     for o, r, k, gather, warps, stages in (
@@ -38,7 +39,7 @@ def defaults(rows: int, device: torch.device) -> dict[str, int]:
     if device.type != "cuda":
         return DEFAULTS
     if rows > 128:
-        return MANY_ROWS
+        return MANY_ROWS if rows > 512 else BATCH
     return {**DEFAULTS, "BLOCK_R": min(64, max(16, triton.next_power_of_2(rows)))}
 
 

@@ -215,8 +215,8 @@ def _address_table(weights: ContextWeights) -> Tensor:
 def _obstacle(weights: ContextWeights) -> str | None:
     """Why the kernels cannot take these weights, or None."""
     dtype, maps = weights.hidden_norm.dtype, weights.maps
-    if any(t.dtype != dtype for t in weights.key_norms):
-        return "norms have several dtypes"
+    if any(t.dtype != dtype for t in (*weights.key_norms, *(m.bias for m in maps if m.bias is not None))):
+        return "norms and biases have several dtypes"
     if {weights.fc.weight.dtype, *(m.weight.dtype for m in maps)} - {dtype, torch.int8}:
         return f"weights have another dtype than {dtype} or int8"
     if len({(m.weight.dtype, m.weight.shape, m.bias is None) for m in maps}) > 1:
