@@ -68,20 +68,21 @@ def _logits(
     weight_row_stride, weight_column_stride,
     BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """fp32 ``[BLOCK_V, BLOCK_R]``. Ids and rows outside repeat the last one, whatever comes of it."""
+    """fp32 ``[BLOCK_V, BLOCK_R]``. Tokens outside repeat the last one; rows outside are zeros and not read."""
     token = tl.minimum(token, vocab - 1).to(tl.int64)
-    half = tl.minimum(tl.program_id(0) * 2 * BLOCK_R + tl.arange(0, 2 * BLOCK_R), 2 * rows - 1).to(tl.int64)
+    half = tl.program_id(0) * 2 * BLOCK_R + tl.arange(0, 2 * BLOCK_R)
+    there = (half < 2 * rows)[None, :]
     k = tl.arange(0, BLOCK_K)
     weight_at = weight_ptr + token[:, None] * weight_row_stride + k[None, :] * weight_column_stride
-    half_at = halves_ptr + half[None, :] * hidden + k[:, None]
+    half_at = halves_ptr + half.to(tl.int64)[None, :] * hidden + k[:, None]
     sums = tl.zeros([BLOCK_V, 2 * BLOCK_R], dtype=tl.int32)
     for start in range(0, hidden, BLOCK_K):
         if EVEN:
             weight = tl.load(weight_at)
-            halves = tl.load(half_at)
+            halves = tl.load(half_at, mask=there, other=0)
         else:
             weight = tl.load(weight_at, mask=(k < hidden - start)[None, :], other=0)
-            halves = tl.load(half_at, mask=(k < hidden - start)[:, None], other=0)
+            halves = tl.load(half_at, mask=there & (k < hidden - start)[:, None], other=0)
         sums = tl.dot(weight, halves, sums, out_dtype=tl.int32)
         weight_at += BLOCK_K * weight_column_stride
         half_at += BLOCK_K
