@@ -131,10 +131,11 @@ class CapturedDrafting:
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies of one launch for each dtype, not one for each tensor."""
-    for dtype in {t.dtype for t in targets}:
-        pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
-        torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
+    """Integers go in one launch, not in one for each tensor; taps are large, and that launch is slow for them."""
+    integers = [i for i, t in enumerate(targets) if t.dtype == torch.int64]
+    torch._foreach_copy_([targets[i] for i in integers], [sources[i] for i in integers])
+    for i in set(range(len(targets))) - set(integers):
+        targets[i].copy_(sources[i])
 
 
 def _filled(values: Tensor, size: int, filler: int, last: int | None = None) -> Tensor:

@@ -23,7 +23,7 @@ def _block_conv_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    plane = rows.to(tl.int64) * 2 * TAPS * groups
+    plane = tl.cast(rows, tl.int64) * 2 * TAPS * groups
     y = tl.zeros([TILE], tl.float32)
     for o in tl.static_range(TAPS):
         mask = channel < tl.where(row % block_rows >= o, hidden, 0)

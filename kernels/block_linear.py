@@ -4,19 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
-DEFAULTS = {"BLOCK_O": 32, "BLOCK_K": 256, "SPLIT": 4, "WEIGHTS_FIRST": 0, "num_warps": 4, "num_stages": 3}
-CANDIDATES = [
-    {"BLOCK_O": o, "BLOCK_K": k, "SPLIT": split, "WEIGHTS_FIRST": 0, "num_warps": warps, "num_stages": stages}
-    for o, k, warps, stages in ((16, 512, 4, 3), (16, 256, 2, 4), (32, 256, 4, 3), (32, 256, 4, 4), (32, 512, 4, 3),
-                                (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 8, 4))
-    for split in (1, 2, 4, 8)
-]  # fmt: skip
-GATED_DEFAULTS = {"BLOCK_O": 16, "BLOCK_K": 256, "WEIGHTS_FIRST": 0, "num_warps": 4, "num_stages": 3}
+DEFAULTS = {"BLOCK_O": 64, "BLOCK_K": 128, "SPLIT": 4, "WEIGHTS_FIRST": 0, "num_warps": 4, "num_stages": 4}
+GATED_DEFAULTS = {"BLOCK_O": 32, "BLOCK_K": 128, "WEIGHTS_FIRST": 0, "num_warps": 4, "num_stages": 4}
+_TILES = ((32, 128, 0, 2, 4), (32, 128, 0, 4, 5), (32, 256, 0, 4, 4), (64, 128, 0, 4, 4), (64, 128, 1, 4, 4),
+          (64, 256, 1, 4, 3), (64, 256, 1, 4, 4), (64, 512, 1, 4, 3), (128, 128, 1, 4, 4), (128, 256, 1, 8, 3))  # fmt: skip
 GATED_CANDIDATES = [
-    {"BLOCK_O": o, "BLOCK_K": k, "WEIGHTS_FIRST": 0, "num_warps": warps, "num_stages": stages}
-    for o, k, warps, stages in ((16, 256, 2, 4), (16, 256, 4, 3), (16, 256, 4, 4), (16, 512, 4, 3), (16, 512, 4, 4),
-                                (32, 128, 4, 4), (32, 256, 4, 3), (32, 256, 8, 4), (64, 128, 8, 4), (64, 128, 4, 3))
-]  # fmt: skip
+    {"BLOCK_O": o, "BLOCK_K": k, "WEIGHTS_FIRST": first, "num_warps": warps, "num_stages": stages}
+    for o, k, first, warps, stages in (*_TILES, (16, 256, 0, 2, 4))
+]
+CANDIDATES = [{**tile, "SPLIT": split} for tile in GATED_CANDIDATES[:-1] for split in (1, 2, 4, 5, 8)]
 
 
 @triton.jit
@@ -35,10 +31,33 @@ def prefetch_rows(w_ptr, row, inner, k_begin, ROWS: tl.constexpr, BYTES: tl.cons
 def _dot(x, w, total, WEIGHTS_FIRST: tl.constexpr):
     """``total += x [R, K] . w [O, K]^T``, as ``[O, R]`` when the weights come first."""
     if WEIGHTS_FIRST:
-        total = tl.dot(w.to(x.dtype), tl.trans(x), total, input_precision="ieee")
+        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     else:
-        total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
     return total
+
+
+@triton.jit
+def _planes(x):
+    """Each row of ``x [R, K]`` as 16-bit integers ``256 hi + lo`` times a scale: int8 ``[2 R, K]``, fp32 ``[R]``.
+
+    NaN and infinity make the scale NaN.
+    """
+    x = x.to(tl.float32)
+    largest = tl.max(tl.abs(x), 1)
+    q = tl.floor(x * (32639.0 / tl.maximum(largest, 1e-30))[:, None] + 0.5).to(tl.int32)
+    hi = (q + 128) >> 8
+    planes = tl.permute(tl.join(hi.to(tl.int8), (q - hi * 256).to(tl.int8)), (2, 0, 1))
+    return tl.reshape(planes, [2 * x.shape[0], x.shape[1]]), largest / 32639.0 + tl.sum(x * 0.0, 1)
+
+
+@triton.jit
+def _dot_int8(planes, scale, w, total):
+    """``total [O, R] += w [O, K] . x^T``: whole numbers on the integer tensor cores, so no weight is converted."""
+    sums = tl.dot(w, tl.trans(planes), out_dtype=tl.int32)
+    sums = tl.permute(tl.reshape(sums, [w.shape[0], 2, planes.shape[0] // 2]), (0, 2, 1))
+    hi, lo = tl.split(sums)
+    return total + (hi.to(tl.float32) * 256.0 + lo.to(tl.float32)) * scale[None, :]
 
 
 @triton.jit
@@ -86,13 +105,17 @@ def _linear_kernel(
         else:
             w = tl.load(w_at + k, mask=k < end, other=0.0)
             x = tl.load(x_at + k, mask=inside & (k < end), other=0.0)
-        total = _dot(x, w, total, WEIGHTS_FIRST)
+        if INT8:
+            planes, x_scale = _planes(x)
+            total = _dot_int8(planes, x_scale, w, total)
+        else:
+            total = _dot(x, w, total, WEIGHTS_FIRST)
     if WEIGHTS_FIRST:
         total = tl.trans(total)
     if INT8:
         total *= tl.load(s_ptr + w_row)[None, :]
     outs = out0 + (out1 if SEGMENTS > 1 else 0) + (out2 if SEGMENTS > 2 else 0)
-    at = y_ptr + (split.to(tl.int64) * rows + row.to(tl.int64))[:, None] * outs + column + o[None, :]
+    at = y_ptr + (split * tl.cast(rows, tl.int64) + row.to(tl.int64))[:, None] * outs + column + o[None, :]
     tl.store(at, total, mask=inside & (o < out)[None, :])
 
 
@@ -128,8 +151,13 @@ def _gated_kernel(
             x = tl.load(x_at + k, mask=inside & (k < inner), other=0.0)
             w_gate = tl.load(gate_ptr + offset + k, mask=k < inner, other=0.0)
             w_up = tl.load(up_ptr + offset + k, mask=k < inner, other=0.0)
-        gate = _dot(x, w_gate, gate, WEIGHTS_FIRST)
-        up = _dot(x, w_up, up, WEIGHTS_FIRST)
+        if INT8:
+            planes, x_scale = _planes(x)
+            gate = _dot_int8(planes, x_scale, w_gate, gate)
+            up = _dot_int8(planes, x_scale, w_up, up)
+        else:
+            gate = _dot(x, w_gate, gate, WEIGHTS_FIRST)
+            up = _dot(x, w_up, up, WEIGHTS_FIRST)
     if WEIGHTS_FIRST:
         gate, up = tl.trans(gate), tl.trans(up)
     if INT8:
@@ -144,7 +172,7 @@ def block_linear(x, weights, scales, settings, pdl):
     """Launch; ``x [N, K]`` contiguous, one to three ``weights [O_i, K]``. Returns fp32 partial sums ``[SPLIT, N, O]``."""
     rows, inner = x.shape
     outs = [w.shape[0] for w in weights]
-    s = _clamped(settings, x, inner)
+    s = _clamped(settings, x, inner, scales[0] is not None)
     y = torch.empty(s["SPLIT"], rows, sum(outs), dtype=torch.float32, device=x.device)
     if y.numel() == 0:
         return y
@@ -166,7 +194,7 @@ def block_linear(x, weights, scales, settings, pdl):
 def gated_linear(x, gate, up, scales, settings, pdl):
     """Launch; ``silu(x gate^T) * (x up^T)``: ``x [N, K]``, ``gate, up [O, K]`` -> ``[N, O]`` in x's dtype."""
     rows, inner = x.shape
-    s = _clamped(settings, x, inner)
+    s = _clamped(settings, x, inner, scales[0] is not None)
     y = torch.empty(rows, gate.shape[0], dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
@@ -179,10 +207,13 @@ def gated_linear(x, gate, up, scales, settings, pdl):
     return y
 
 
-def _clamped(settings, x, inner):
+def _clamped(settings, x, inner, int8):
     """Tiles no larger than the problem; fp32 rows take half of the columns at a time, for their size."""
     s = dict(settings)
-    s["BLOCK_R"] = min(max(16, triton.next_power_of_2(x.shape[0])), 64)
+    # Rows of int8 weights count twice, as their planes: more than 32 of them spill.
+    s["BLOCK_R"] = min(max(8 if int8 else 16, triton.next_power_of_2(x.shape[0])), 32 if int8 else 64)
+    if int8:
+        s["WEIGHTS_FIRST"] = 1
     s["BLOCK_K"] = max(32, min(s["BLOCK_K"] // (x.element_size() // 2), triton.next_power_of_2(inner)))
     if "SPLIT" in s:
         s["SPLIT"] = min(s["SPLIT"], triton.cdiv(inner, s["BLOCK_K"]))

@@ -37,7 +37,7 @@ def _residual_norm_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    plane = rows.to(tl.int64) * hidden
+    plane = tl.cast(rows, tl.int64) * hidden
     update = tl.zeros([TILE], tl.float32)
     # Row 0 of a block has no row before it: taps that reach further back are not loaded.
     for o in tl.static_range(TAPS if TAPS > 0 else 1):

@@ -35,7 +35,7 @@ def _rotary_heads_kernel(
         tl.extra.cuda.gdc_wait()
     width = (q_heads + 2 * kv_heads) * 2 * half
     at = row * width + head * 2 * half + i
-    plane = rows.to(tl.int64) * width
+    plane = tl.cast(rows, tl.int64) * width
     first = _half(qkv_ptr, at, plane, bias_ptr, local * 2 * half + i, mask, dtype, SPLIT, BIAS)
     second = _half(qkv_ptr, at + half, plane, bias_ptr, local * 2 * half + half + i, mask, dtype, SPLIT, BIAS)
     if head < q_heads + kv_heads:

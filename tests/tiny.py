@@ -138,7 +138,7 @@ class Toy:
 def owned_rows(kv) -> Tensor:
     """bool over the rows of ``kv.keys``: those of pages that a sequence owns."""
     pages = kv.page_table[kv.page_table >= 0]
-    owned = torch.zeros(kv.num_pages + 1, dtype=torch.bool)
+    owned = torch.zeros(kv.num_pages + 1, dtype=torch.bool, device=kv.device)
     owned[pages] = True
     return owned.repeat_interleave(kv.page_size)
 
