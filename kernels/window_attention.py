@@ -208,13 +208,14 @@ def _window_attention_kernel(
 
 
 def stored_rows(
-    tags: torch.Tensor, page_table: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor,
+    tags: torch.Tensor, page_table: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, *,
     page_size: int, length: int, pdl: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Launch the look-up; shapes as in `dflash2.ops.window_attention.PagedContext`. int32 ``[R, length]``, -1: none."""
     rows = torch.empty(slots.shape[0], length, dtype=torch.int32, device=slots.device)
     if rows.numel() == 0:
         return rows
+    tags, page_table, slots, starts = (t.contiguous() for t in (tags, page_table, slots, starts))
     tile = min(256, triton.next_power_of_2(length))
     with torch.cuda.device_of(rows):
         _stored_rows_kernel[(rows.shape[0], triton.cdiv(length, tile))](

@@ -71,9 +71,10 @@ class PagedContext:
             if backend == "triton":
                 from dflash2.kernels import window_attention as kernel
 
-                where = [t.contiguous() for t in (self.tags, self.page_table, self.slots, self.starts)]
-                pdl = dependent_launch(self.starts)
-                self._kept["rows"] = kernel.stored_rows(*where, self.page_size, self.length, pdl)
+                self._kept["rows"] = kernel.stored_rows(
+                    self.tags, self.page_table, self.slots, self.starts, page_size=self.page_size, length=self.length,
+                    pdl=dependent_launch(self.starts),
+                )  # fmt: skip
             else:
                 self._kept["rows"] = stored_rows_reference(self)
         return self._kept["rows"]

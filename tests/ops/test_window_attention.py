@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from dflash2.ops.launch import override
 from dflash2.ops.window_attention import PagedContext, window_attention
 from dflash2.testing import assert_kernel_close
 
-PAGE, RING_PAGES = 4, 9
+PAGE, RING_PAGES = 5, 16
 RING = PAGE * RING_PAGES
 #: Small tiles and many splits, so that small shapes have all that large ones have.
 SPLIT = {"tile": 16, "programs_per_sm": 64, "max_splits": 16}
@@ -36,24 +36,26 @@ class Case:
 
 
 #: Starts without context, inside the first page, on and off page borders, past one and many turns of the ring.
-RAGGED = (0, 1, 7, 32, RING + 3, 1000 * RING + 5)
+RAGGED = (0, 1, 7, 33, RING + 3, 1000 * RING + 6)
 CASES = [
-    *[Case(RAGGED, window=w, causal=causal) for w in (1, 3, 4, 5, 14, 30) for causal in (False, True)],
+    *[Case(RAGGED, window=w, causal=causal) for w in (1, 3, 4, 5, 70) for causal in (False, True)],
     Case(RAGGED),
-    Case(RAGGED, length=10),
+    Case(RAGGED, window=14),
+    Case(RAGGED, length=42),
     Case(RAGGED, length=10, window=30),
     Case((40,), length=0),
     Case((), window=5),
     Case((21, 0), n=1, window=9),
     Case((21, 50), n=8, window=8, heads=(4, 1), causal=True),
     Case((33,), n=16, window=20, heads=(8, 2), causal=True),
-    Case((21, 50), n=5, heads=(6, 2), head_dim=80),  # groups of 3
-    Case((50,), n=3, heads=(10, 2), head_dim=64, faults=1.0),  # nothing but holes
-    Case((50,), n=2, heads=(3, 3), head_dim=128, window=33, faults=0.0),
-    Case((38,), n=30, heads=(3, 1), window=25),  # more queries than one program takes
+    Case((21, 70), n=5, heads=(6, 2), head_dim=80),  # groups of 3
+    Case((90,), n=3, heads=(10, 2), head_dim=64, faults=1.0),  # nothing but holes
+    Case((99,), n=2, heads=(3, 3), head_dim=128, window=33, faults=0.0),
+    Case((78,), n=30, heads=(3, 1), window=65),  # more queries than one program takes
     Case((45, 46), n=0),
 ]
-CASES_16_BIT = [Case(RAGGED, window=14, causal=True), Case((50, 21), n=8, heads=(12, 4), head_dim=128)]
+FULL, SLIDING = Case(RAGGED), Case((33, RING + 3), window=70)
+CASES_16_BIT = [Case(RAGGED, window=70, causal=True), Case((70, 21), n=8, heads=(12, 4), head_dim=128)]
 
 
 @dataclass
@@ -106,7 +108,7 @@ def world(case, dtype=torch.float32, seed=0):
     stored = [{} for _ in case.starts]
     reach = case.length if case.window is None else min(case.length, case.window - 1)
     for slot in range(count + 2):
-        start = case.starts[slots.index(slot)] if slot in slots else 40
+        start = case.starts[slots.index(slot)] if slot in slots else RING
         for place in range(RING_PAGES):
             if draw.random() < case.faults / 3:
                 table[slot, place] = -1
@@ -154,7 +156,7 @@ def test_reference_is_the_formula(case):
     torch.testing.assert_close(w.attend("torch", torch.float64), by_hand(w), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", [CASES[6], CASES[14], Case((50,), faults=1.0), Case((40,), length=0)], ids=str)
+@pytest.mark.parametrize("case", [FULL, SLIDING, Case((50,), faults=1.0), Case((40,), length=0)], ids=str)
 def test_seen(case):
     w = world(case)
     for windows in ([case.window], [1, case.window], [1]):
@@ -199,11 +201,11 @@ def test_kernel_in_16_bits(case, kernel_device):
 
 @pytest.mark.triton
 def test_kernel_without_splits(kernel_device):
-    check_kernel(world(CASES[8]).to(kernel_device), {"max_splits": 1})
+    check_kernel(world(SLIDING).to(kernel_device), {"max_splits": 1})
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("case", [CASES[0], CASES[14], Case((40,), length=0), Case(())], ids=str)
+@pytest.mark.parametrize("case", [FULL, Case(RAGGED, length=42), Case((40,), length=0), Case(())], ids=str)
 def test_kernel_finds_the_rows_of_the_reference(case, kernel_device):
     w = world(case).to(kernel_device)
     assert w.context().rows("triton").tolist() == w.context().rows("torch").tolist()
@@ -215,18 +217,20 @@ def test_kernel_finds_the_rows_of_the_reference(case, kernel_device):
 @pytest.mark.triton
 def test_kernel_serves_all_layers_of_a_context(kernel_device):
     """What programs count each other with is zero again after each launch."""
-    w = world(CASES[8]).to(kernel_device)
-    context, tensors = w.context(), (w.q, w.k, w.v, w.keys, w.values)
+    w = world(SLIDING).to(kernel_device)
+    shared = w.context()
     with override("window_attention", SPLIT):
-        first, second = (
-            window_attention(*tensors, context, window=14, causal=False, backend="triton") for _ in range(2)
-        )
-    assert torch.equal(first, second)
+        for q in (w.q, -w.q):
+            outs = [
+                window_attention(q, w.k, w.v, w.keys, w.values, context, window=70, causal=False, backend="triton")
+                for context in (shared, w.context())
+            ]
+            assert torch.equal(*outs)
 
 
 @pytest.mark.triton
 def test_kernel_request_does_not_depend_on_the_batch(kernel_device):
-    w = world(CASES[12]).to(kernel_device)
+    w = world(SLIDING).to(kernel_device)
     with override("window_attention", SPLIT):
         together = w.attend("triton")
         for r in range(len(w.slots)):
@@ -279,7 +283,7 @@ def test_kernel_at_production_shapes(requests, n, length, window, causal, dtype)
     tensors, context = large(requests, n, length, dtype)
     exact = window_attention(*(x.double() for x in tensors), context, window=window, causal=causal, backend="torch")
     reference = window_attention(*tensors, context, window=window, causal=causal, backend="torch")
-    fresh = large(requests, n, length, dtype)[1]
+    fresh = replace(context)
     actual = window_attention(*tensors, fresh, window=window, causal=causal, backend="triton")
     assert fresh.rows().tolist() == context.rows().tolist()
     assert_kernel_close(actual, reference, exact)
@@ -291,9 +295,7 @@ def test_replay_equals_eager(requests):
     tensors, context = large(requests)
 
     def run():
-        fresh = PagedContext(
-            context.tags, context.page_table, context.slots, context.starts, context.page_size, context.length
-        )
+        fresh = replace(context)  # a context that has found no rows yet
         outs = [window_attention(*tensors, fresh, window=2048, causal=False, backend="triton") for _ in range(3)]
         return torch.stack(outs)
 
