@@ -2,7 +2,8 @@
 
 Weights are the first operand of the tensor cores, [BLOCK_V, BLOCK_K], read once and straight into int8 products. The
 halves of a row lie side by side as two columns of the second operand, so that one thread ends up with both sums.
-Sums are exact: tiles, splits and other rows cannot change a bit. Row tiles of the same weights run next to each other.
+Sums are exact (up to H = 132,104): tiles and other rows cannot change a bit. Row tiles of the same weights run next to
+each other.
 """
 
 import torch
@@ -11,18 +12,21 @@ import triton.language as tl
 
 from .top_candidates import LOWEST, Candidates, collect
 
-DEFAULTS = {"BLOCK_V": 128, "BLOCK_R": 32, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
+#: PROGRAMS on each multiprocessor take tile after tile without a pause; 0: one program for each tile.
+DEFAULTS = {"BLOCK_V": 128, "BLOCK_R": 32, "BLOCK_K": 128, "PROGRAMS": 0, "num_warps": 8, "num_stages": 3}
 CANDIDATES = [
-    {"BLOCK_V": v, "BLOCK_R": r, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
-    for v, r, k, warps, stages in (
-        # Up to 8 rows: bytes in flight. 16: two tiles of 8, or one.
-        (64, 8, 256, 4, 3), (64, 8, 256, 4, 4), (128, 8, 128, 4, 3), (128, 8, 128, 4, 4), (128, 8, 128, 8, 4),
-        (128, 8, 256, 4, 3), (128, 8, 256, 8, 3), (128, 16, 128, 4, 4), (256, 8, 128, 8, 3), (256, 8, 128, 8, 4),
-        # 17 to 64: a wide tile of weights, so that the rows are read less often.
-        (128, 32, 128, 4, 4), (128, 32, 128, 8, 4), (256, 32, 128, 8, 3), (128, 64, 128, 8, 3), (128, 64, 128, 8, 4),
-        (256, 64, 64, 8, 4), (256, 64, 128, 8, 3), (256, 64, 128, 8, 4),
+    {"BLOCK_V": v, "BLOCK_R": r, "BLOCK_K": k, "PROGRAMS": programs, "num_warps": warps, "num_stages": stages}
+    for v, r, k, programs, warps, stages in (
+        # Up to 16 rows: bytes in flight.
+        (64, 8, 256, 0, 4, 3), (64, 8, 256, 0, 4, 4), (64, 8, 256, 2, 4, 4), (128, 8, 128, 0, 4, 3),
+        (128, 8, 128, 0, 4, 4), (128, 8, 128, 0, 8, 4), (128, 8, 128, 2, 4, 5), (128, 8, 128, 3, 4, 4),
+        (128, 8, 256, 0, 4, 3), (128, 8, 256, 2, 4, 3), (256, 8, 128, 0, 8, 3), (256, 8, 128, 2, 8, 3),
+        (128, 16, 128, 0, 4, 4), (128, 16, 128, 2, 4, 4),
+        # Up to 64: a wide tile of weights, so that the rows are read less often.
+        (128, 32, 128, 0, 8, 3), (128, 32, 128, 2, 8, 4), (256, 32, 128, 1, 8, 4), (128, 64, 128, 0, 8, 4),
+        (128, 64, 128, 1, 8, 5), (256, 64, 64, 1, 8, 6), (256, 64, 128, 1, 8, 3), (256, 64, 128, 1, 8, 4),
         # More: tensor cores.
-        (128, 128, 128, 8, 3), (128, 128, 128, 8, 4), (256, 128, 64, 16, 4), (256, 128, 128, 16, 3),
+        (128, 128, 128, 0, 8, 3), (128, 128, 128, 0, 8, 4),
     )
 ]  # fmt: skip
 #: Largest whole number of a row: 256 * 127 + 127, so that both halves fit int8.
@@ -78,14 +82,13 @@ def _logits(
     sums = tl.zeros([BLOCK_V, 2 * BLOCK_R], dtype=tl.int32)
     for start in range(0, hidden, BLOCK_K):
         if EVEN:
-            weight = tl.load(weight_at)
-            halves = tl.load(half_at, mask=there, other=0)
+            weight = tl.load(weight_at + start * weight_column_stride)
+            halves = tl.load(half_at + start, mask=there, other=0)
         else:
-            weight = tl.load(weight_at, mask=(k < hidden - start)[None, :], other=0)
-            halves = tl.load(half_at, mask=there & (k < hidden - start)[:, None], other=0)
+            inside = k < hidden - start
+            weight = tl.load(weight_at + start * weight_column_stride, mask=inside[None, :], other=0)
+            halves = tl.load(half_at + start, mask=there & inside[:, None], other=0)
         sums = tl.dot(weight, halves, sums, out_dtype=tl.int32)
-        weight_at += BLOCK_K * weight_column_stride
-        half_at += BLOCK_K
     high, low = tl.split(tl.reshape(sums, [BLOCK_V, BLOCK_R, 2]))
     total = high.to(tl.int64) * 256 + low
     row_scale = tl.load(row_scale_ptr + row, mask=row < rows, other=0.0)
@@ -95,19 +98,43 @@ def _logits(
     return logits
 
 
-@triton.jit(do_not_specialize=["vocab", "rows", "count", "tiles"])
-def _top_kernel(
+@triton.jit
+def _top_tile(
     weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
-    vocab, rows, hidden, weight_row_stride, weight_column_stride, count, tiles,
+    tile, tiles, vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
     SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    token = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     logits = _logits(
         weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, token, row, vocab, rows, hidden,
         weight_row_stride, weight_column_stride, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
     )  # fmt: skip
-    collect(logits, token, row, vocab, rows, count, tiles, lists_ptr, lengths_ptr, floor_ptr, SLOTS, BLOCK_R)
+    collect(logits, token, row, tile, tiles, vocab, rows, count, lists_ptr, lengths_ptr, floor_ptr, SLOTS, BLOCK_R)
+
+
+@triton.jit(do_not_specialize=["vocab", "rows", "count"])
+def _top_kernel(
+    weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
+    vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
+    SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(vocab, BLOCK_V)
+    if PROGRAMS == 0:
+        _top_tile(
+            weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
+            tl.program_id(1), tiles, vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
+            SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
+        )  # fmt: skip
+    else:
+        # Flattened into one loop: the weights of the next tile come while candidates of this one are taken out.
+        for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), flatten=True):
+            _top_tile(
+                weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
+                tile, tiles, vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
+                SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["vocab", "rows"])
@@ -140,6 +167,7 @@ def int8_head(
     with torch.cuda.device_of(hidden):
         halves, row_scale = _quantise(hidden, None)
         options = _options(rows, hidden.shape[1], settings)
+        del options["PROGRAMS"]  # written tiles leave no pause worth filling
         grid = (triton.cdiv(rows, options["BLOCK_R"]), triton.cdiv(vocab, options["BLOCK_V"]))
         _logits_kernel[grid](
             weight, scale, bias, halves, row_scale, logits, vocab, rows, hidden.shape[1], *weight.stride(), **options
@@ -161,11 +189,11 @@ def int8_head_top(
     rows = hidden.shape[0]
     options = _options(rows, hidden.shape[1], settings)
     with torch.cuda.device_of(hidden):
-        found = Candidates(rows, vocab, count, options["BLOCK_V"], options["BLOCK_R"], hidden.device)
+        found = Candidates(rows, vocab, count, options, hidden.device)
         halves, row_scale = _quantise(hidden, found.floor)
-        _top_kernel[found.row_tiles, found.tiles](
+        _top_kernel[found.grid](
             weight, scale, bias, halves, row_scale, found.lists, found.lengths, found.floor,
-            vocab, rows, hidden.shape[1], *weight.stride(), count, found.tiles, SLOTS=found.slots, **options,
+            vocab, rows, hidden.shape[1], *weight.stride(), count, SLOTS=found.slots, **options,
         )  # fmt: skip
         return found.select(first_id)
 

@@ -31,21 +31,20 @@ def _token(keys):
 
 @triton.jit
 def collect(
-    values, token, row, vocab, rows, count, tiles, lists_ptr, lengths_ptr, floor_ptr,
+    values, token, row, tile, tiles, vocab, rows, count, lists_ptr, lengths_ptr, floor_ptr,
     SLOTS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates of a tile that may be among the C best of their row.
 
     Args:
         values: fp32 ``[BLOCK_V, BLOCK_R]``; ``token`` int32 ``[BLOCK_V]``, ``row`` int32 ``[BLOCK_R]``.
+        tile, tiles: of the vocabulary; the tile of rows is ``program_id(0)``.
         vocab, rows: tokens and rows from there on are padding.
         count: C.
-        tiles: of the vocabulary; this one is ``program_id(1)`` and its tile of rows ``program_id(0)``.
         lists_ptr: int64 ``[row tiles, tiles, SLOTS, BLOCK_R]``: keys; the first ``lengths_ptr`` of SLOTS are written.
         lengths_ptr: int32 ``[row tiles, tiles]``.
         floor_ptr: int32 ``[rows, SLOTS]``, `LOWEST` before the first tile.
     """
-    tile = tl.program_id(1)
     values = tl.where(values == values, values, float("-inf"))
     values = tl.where(values == 0.0, 0.0, values)  # -0.0 equals 0.0
     left = tl.where((token < vocab)[:, None], _flip(values.to(tl.int32, bitcast=True)), LOWEST)
@@ -98,12 +97,20 @@ def _select_kernel(
     tl.store(values_ptr + out, tl.where(found, value, float("-inf")), mask=slot < count)
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Of the GPU; the interpreter has one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 class Candidates:
     """Scratch of one call, and the selection at its end."""
 
-    def __init__(self, rows: int, vocab: int, count: int, block_v: int, block_r: int, device: torch.device):
+    def __init__(self, rows: int, vocab: int, count: int, settings: dict[str, int], device: torch.device):
+        block_v, block_r = settings["BLOCK_V"], settings["BLOCK_R"]
         self.rows, self.count, self.block_v, self.block_r = rows, count, block_v, block_r
         self.tiles, self.row_tiles = triton.cdiv(vocab, block_v), triton.cdiv(rows, block_r)
+        programs = settings["PROGRAMS"] * multiprocessors(device) // self.row_tiles
+        self.grid = (self.row_tiles, min(self.tiles, programs) or self.tiles)
         self.slots = max(2, triton.next_power_of_2(count))
         self.lists = torch.empty(self.row_tiles, self.tiles, self.slots, block_r, dtype=torch.int64, device=device)
         self.floor = torch.empty(rows, self.slots, dtype=torch.int32, device=device)

@@ -99,11 +99,13 @@ def test_what_does_not_fit_is_named():
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "count"), [((1, 1, 1), 1), ((3, 37, 13), 5), ((17, 130, 70), 2)], ids=str)
-def test_kernel(shape, count, dtype, kernel_device):
+@pytest.mark.parametrize(
+    ("shape", "count", "programs"), [((1, 1, 1), 1, 0), ((3, 37, 13), 5, 2), ((17, 130, 70), 2, 0)], ids=str
+)
+def test_kernel(shape, count, programs, dtype, kernel_device):
     hidden, weight = inputs(*shape, dtype, kernel_device)
     bias = torch.randn(shape[1]).to(kernel_device, dtype)
-    with override("dense_topk", SMALL):
+    with override("dense_topk", SMALL | {"PROGRAMS": programs}):
         assert_best(dense_topk(hidden, weight, bias, count=count, backend="triton"), hidden, weight, bias)
         hidden, weight = whole_numbers(*shape, dtype, kernel_device)
         found = dense_topk(hidden, weight, count=count, backend="triton")

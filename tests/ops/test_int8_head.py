@@ -184,13 +184,13 @@ def test_logits_kernel(shape, dtype, kernel_device):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(("rows", "count"), [(1, 1), (3, 5), (9, 2)])
-def test_top_kernel(rows, count, kernel_device):
+@pytest.mark.parametrize(("rows", "count", "programs"), [(1, 1, 0), (3, 5, 0), (3, 5, 3), (9, 2, 0), (9, 2, 5)])
+def test_top_kernel(rows, count, programs, kernel_device):
     """Most of the 20 tiles find the floor above them; the last holds 1 token."""
     hidden, weight, scale = inputs(rows, 305, 40, device=kernel_device)
     weight[290], scale[290] = weight[4], scale[4]  # ties, of which the lower id comes first
     hidden[-1] = weight[4].float()
-    with override("int8_head", SMALL):
+    with override("int8_head", SMALL | {"PROGRAMS": programs}):
         found = int8_head_top(hidden, weight, scale, count=count, backend="triton")
     assert_best(found, by_whole_numbers(hidden, weight, scale), count)
     assert found[0][-1, 0] == 4
