@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash2.ops.selector_walk import draw
+from dflash2.ops.verify import check_logits, tempered_softmax
+from dflash2.ops.verify import verify as decide
 from dflash2.positions import on_device, per_request
 from dflash2.proposal import Proposal
 from dflash2.random import Stream, uniform
@@ -58,24 +59,21 @@ def verify(
     """
     tokens = proposal.tokens
     requests, k = tokens.shape
-    if target_logits.dim() != 3 or tuple(target_logits.shape[:2]) != (requests, k + 1):
-        raise ValueError(
-            f"target_logits has shape {list(target_logits.shape)}: expected [{requests}, {k + 1}, V], the anchor's row "
-            "and one for each draft."
-        )
+    check_logits(tokens, target_logits)
+    drafted = {"candidates": proposal.candidates, "q": proposal.q}
     t = per_request("temperature", temperature, requests)
     top_p, top_k = per_request("top_p", top_p, requests), per_request("top_k", top_k, requests)
-    best = target_logits.argmax(-1)
-    greedy_accepted = _leading(tokens.eq(best[:, :k]) & proposal.valid[:, None])
-    greedy_next = best.gather(1, greedy_accepted[:, None])[:, 0]
     if not on_device(t) and not bool((t > 0).any()):
-        return Verification(greedy_accepted, greedy_next)
+        return Verification(*decide(tokens, proposal.valid, target_logits))
     t = t.to(tokens.device).expand(requests)
-    p = target_probabilities(target_logits, t.where(t > 0, 1.0), top_p, top_k)
-    accepted = _leading(_stands(proposal, p, generator) & proposal.valid[:, None])
-    residual = _residual(proposal, p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0], accepted)
-    drawn = draw(residual, uniform((requests,), Stream.REPLACE, generator, tokens.device))
-    return Verification(torch.where(t > 0, accepted, greedy_accepted), torch.where(t > 0, drawn, greedy_next))
+    p = None if _whole(top_p, top_k) else target_probabilities(target_logits, t.where(t > 0, 1.0), top_p, top_k)
+    noise = {
+        "accept": uniform((requests, k), Stream.ACCEPT, generator, tokens.device),
+        "replace": uniform((requests,), Stream.REPLACE, generator, tokens.device),
+    }
+    return Verification(
+        *decide(tokens, proposal.valid, target_logits, temperature=t, **noise, **drafted, probabilities=p)
+    )
 
 
 def target_probabilities(
@@ -90,16 +88,12 @@ def target_probabilities(
     Returns:
         fp32, logits' shape. A row without a finite entry is all zeros.
     """
-    shape = (-1,) + (1,) * (logits.dim() - 1)
     settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     t, p, k = (per_request(name, x, logits.shape[0]) for name, x in settings.items())
-    whole = not (on_device(p) or on_device(k)) and bool((p >= 1).all() and (k <= 0).all())
-    t, p, k = (x.to(logits.device).reshape(shape) for x in (t, p, k))
-    scores = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
-    scores = (scores - scores.amax(-1, keepdim=True)) / t  # the best is 0: no temperature can overflow it
-    probabilities = torch.softmax(scores, -1).nan_to_num(0.0)
-    if whole:
+    probabilities = tempered_softmax(logits, t.to(logits.device))
+    if _whole(p, k):
         return probabilities
+    p, k = (x.to(logits.device).reshape((-1,) + (1,) * (logits.dim() - 1)) for x in (p, k))
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     ordered = ordered * ((k <= 0) | (rank < k))
@@ -110,44 +104,6 @@ def target_probabilities(
     return torch.zeros_like(probabilities).scatter(-1, order, ordered)
 
 
-def _leading(stands: Tensor) -> Tensor:
-    return stands.to(torch.int64).cumprod(-1).sum(-1)
-
-
-def _draft_probability(proposal: Proposal) -> Tensor:
-    """Probability q of each drafted token, fp32 ``[R, k]``; 1 for greedy drafts."""
-    if proposal.q is None:
-        return torch.ones_like(proposal.tokens, dtype=torch.float32)
-    if proposal.candidates is None:
-        return proposal.q.gather(-1, proposal.tokens[..., None].clamp(0, proposal.q.shape[-1] - 1))[..., 0]
-    return (proposal.q * proposal.candidates.eq(proposal.tokens[..., None])).sum(-1)
-
-
-def _in_range(ids: Tensor, p: Tensor) -> Tensor:
-    return (ids >= 0) & (ids < p.shape[-1])
-
-
-def _stands(proposal: Proposal, p: Tensor, generator: torch.Generator | None) -> Tensor:
-    u = uniform(tuple(proposal.tokens.shape), Stream.ACCEPT, generator, p.device)
-    target = p[:, : proposal.tokens.shape[1]].gather(-1, proposal.tokens[..., None].clamp(0, p.shape[-1] - 1))[..., 0]
-    return (u * _draft_probability(proposal) < target) & _in_range(proposal.tokens, p)
-
-
-def _residual(proposal: Proposal, p: Tensor, accepted: Tensor) -> Tensor:
-    """``max(p - q, 0)`` at the first rejected row, ``[R, V]``; p itself where all stood or nothing is left."""
-    k = proposal.tokens.shape[1]
-    if k == 0:
-        return p
-    rejected = (accepted < k) & proposal.valid
-    row = accepted.clamp_max(k - 1)[:, None]
-    if proposal.q is None:
-        ids = proposal.tokens.gather(1, row)
-        q = torch.ones_like(ids, dtype=p.dtype)
-    else:
-        q = proposal.q.gather(1, row[..., None].expand(-1, 1, proposal.q.shape[-1]))[:, 0]
-        ids = torch.arange(q.shape[-1], device=p.device).expand_as(q)
-        if proposal.candidates is not None:
-            ids = proposal.candidates.gather(1, row[..., None].expand_as(q[:, None]))[:, 0]
-    left = p.scatter_add(-1, ids.clamp(0, p.shape[-1] - 1), torch.where(_in_range(ids, p), -q, 0.0)).clamp_min(0)
-    use = rejected & (left.sum(-1) > 0)
-    return torch.where(use[:, None], left, p)
+def _whole(top_p: Tensor, top_k: Tensor) -> bool:
+    """Whether the host knows that nothing is cut."""
+    return not (on_device(top_p) or on_device(top_k)) and bool((top_p >= 1).all() and (top_k <= 0).all())

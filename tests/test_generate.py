@@ -9,7 +9,7 @@ from functools import cache, wraps
 import pytest
 import torch
 import transformers as tf
-from test_verify import assert_follows, transformers_warp
+from test_verification import assert_follows, transformers_warp
 from tiny import FULL, SLIDING, tiny_config
 from torch import Tensor, nn
 
