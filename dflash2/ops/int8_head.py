@@ -108,7 +108,8 @@ def whole_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows = hidden.float()
     largest = rows.abs().amax(-1, keepdim=True) if rows.shape[-1] else rows.new_zeros(rows.shape[0], 1)
-    scale = torch.where(largest.isfinite(), largest / LIMIT, torch.nan)
+    # By a tensor: CUDA divides by a number as it multiplies by its rounded inverse.
+    scale = torch.where(largest.isfinite(), largest / torch.full_like(largest, LIMIT), torch.nan)
     # A scale below the normal numbers is itself rounded: the quotients could pass the limit.
     usable = scale >= torch.finfo(torch.float32).tiny
     whole = torch.where(usable, rows, 0.0).div_(torch.where(usable, scale, 1.0)).round_()

@@ -36,7 +36,9 @@ def quantize_rows(weight: Tensor, *, chunk_rows: int = 8192) -> tuple[Tensor, Te
         return integers, scale
     for i in range(0, weight.shape[0], chunk_rows):
         rows = weight[i : i + chunk_rows].float()
-        step = rows.abs().amax(-1) / 127
+        largest = rows.abs().amax(-1)
+        # By a tensor, for the same bits on every device: CUDA divides by a number as it multiplies by its inverse.
+        step = largest / torch.full_like(largest, 127)
         scale[i : i + chunk_rows] = step
         # Clamped, because a step below the normal numbers is itself rounded and the quotient may pass 127.
         quotient = rows / torch.where(step > 0, step, 1.0)[:, None]
