@@ -60,20 +60,24 @@ def verify(
     tokens = proposal.tokens
     requests, k = tokens.shape
     check_logits(tokens, target_logits)
-    drafted = {"candidates": proposal.candidates, "q": proposal.q}
     t = per_request("temperature", temperature, requests)
     top_p, top_k = per_request("top_p", top_p, requests), per_request("top_k", top_k, requests)
     if not on_device(t) and not bool((t > 0).any()):
         return Verification(*decide(tokens, proposal.valid, target_logits))
     t = t.to(tokens.device).expand(requests)
     p = None if _whole(top_p, top_k) else target_probabilities(target_logits, t.where(t > 0, 1.0), top_p, top_k)
-    noise = {
-        "accept": uniform((requests, k), Stream.ACCEPT, generator, tokens.device),
-        "replace": uniform((requests,), Stream.REPLACE, generator, tokens.device),
-    }
-    return Verification(
-        *decide(tokens, proposal.valid, target_logits, temperature=t, **noise, **drafted, probabilities=p)
+    decision = decide(
+        tokens,
+        proposal.valid,
+        target_logits,
+        temperature=t,
+        accept=uniform((requests, k), Stream.ACCEPT, generator, tokens.device),
+        replace=uniform((requests,), Stream.REPLACE, generator, tokens.device),
+        candidates=proposal.candidates,
+        q=proposal.q,
+        probabilities=p,
     )
+    return Verification(*decision)
 
 
 def target_probabilities(

@@ -78,19 +78,21 @@ def _chunks_kernel(
 
 
 @triton.jit
-def _draft_q(tokens, draft, inside, candidates_ptr, q_ptr, width, SLOTS: tl.constexpr, KIND: tl.constexpr):
-    """Q of drafted tokens, ``[ROWS]``."""
+def _draft_q(
+    tokens, draft, inside, candidates_ptr, q_ptr, SLOTS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr
+):
+    """What drafted tokens were drawn with, ``[ROWS]``."""
     if KIND == 0:
         q = tl.full(tokens.shape, 1.0, tl.float32)
     elif KIND == 1:
         slot = tl.arange(0, SLOTS)[None, :]
-        mask = inside[:, None] & (slot < width)
-        at = draft[:, None] * width + slot
+        mask = inside[:, None] & (slot < WIDTH)
+        at = draft[:, None] * WIDTH + slot
         ids = tl.load(candidates_ptr + at, mask=mask, other=-1)
         q = tl.load(q_ptr + at, mask=mask, other=0.0)
         q = tl.sum(tl.where(mask & (ids == tokens[:, None]), q, 0.0), 1)
     else:
-        at = draft * width + tl.minimum(tl.maximum(tokens, 0), width - 1)
+        at = draft * WIDTH + tl.minimum(tl.maximum(tokens, 0), WIDTH - 1)
         q = tl.load(q_ptr + at, mask=inside, other=0.0)
     return q
 
@@ -113,7 +115,6 @@ def _decide_kernel(
     softmax_ptr,
     k,
     vocab,
-    width,
     chunks,
     request_stride,
     row_stride,
@@ -122,6 +123,7 @@ def _decide_kernel(
     CHUNKS: tl.constexpr,
     SLOTS: tl.constexpr,
     KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
     SAMPLED: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
@@ -150,7 +152,7 @@ def _decide_kernel(
             top = tl.max(tops, 1)
             total = tl.sum(sums * _powers(tops, top[:, None], soft), 1)
             p = tl.where(total > 0, _powers(p, top, soft) / total, 0.0)
-        q = _draft_q(tokens, draft, inside, candidates_ptr, q_ptr, width, SLOTS, KIND)
+        q = _draft_q(tokens, draft, inside, candidates_ptr, q_ptr, SLOTS, KIND, WIDTH)
         u = tl.load(accept_ptr + draft, mask=inside, other=0.0)
         stands = in_range & (row < count) & (u * q.to(tl.float64) < p.to(tl.float64))
         accepted = tl.where(t > 0, tl.min(tl.where(stands, ROWS, row), 0), accepted)
@@ -175,13 +177,13 @@ def _weights(
     candidates_ptr,
     q_ptr,
     vocab,
-    width,
     request_stride,
     row_stride,
     KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
-    """P of the row, and ``max(p - q, 0)`` where a draft fell, else p."""
+    """Probabilities p of the row, and ``max(p - q, 0)`` where a draft fell, else p."""
     start = source_ptr + request * request_stride + row * row_stride
     if SOFTMAX:
         x = tl.load(start + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
@@ -195,11 +197,11 @@ def _weights(
     if KIND == 0:
         q += tl.where(ids == tl.load(tokens_ptr + draft, mask=fell, other=-1), 1.0, 0.0)
     elif KIND == 1:
-        for c in range(width):
-            token = tl.load(candidates_ptr + draft * width + c, mask=fell, other=-1)
-            q += tl.where(ids == token, tl.load(q_ptr + draft * width + c, mask=fell, other=0.0), 0.0)
+        for c in range(WIDTH):
+            token = tl.load(candidates_ptr + draft * WIDTH + c, mask=fell, other=-1)
+            q += tl.where(ids == token, tl.load(q_ptr + draft * WIDTH + c, mask=fell, other=0.0), 0.0)
     else:
-        q += tl.load(q_ptr + draft * width + ids, mask=ids < tl.where(fell, width, 0), other=0.0)
+        q += tl.load(q_ptr + draft * WIDTH + ids, mask=ids < tl.where(fell, WIDTH, 0), other=0.0)
     return p, tl.maximum(p - q, 0.0)
 
 
@@ -215,12 +217,12 @@ def _masses_kernel(
     draft_ptr,
     masses_ptr,
     vocab,
-    width,
     request_stride,
     row_stride,
     temperature_stride,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -230,7 +232,7 @@ def _masses_kernel(
         ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         p, left = _weights(
             ids, request, row, draft, temperature, source_ptr, softmax_ptr, tokens_ptr, candidates_ptr, q_ptr, vocab,
-            width, request_stride, row_stride, KIND, SOFTMAX,
+            request_stride, row_stride, KIND, WIDTH, SOFTMAX,
         )  # fmt: skip
         at = masses_ptr + request * 2 * tl.num_programs(1) + tl.program_id(1)
         tl.store(at, tl.sum(p.to(tl.float64), 0))
@@ -260,7 +262,6 @@ def _replace_kernel(
     replace_ptr,
     next_ptr,
     vocab,
-    width,
     chunks,
     request_stride,
     row_stride,
@@ -268,6 +269,7 @@ def _replace_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -290,7 +292,7 @@ def _replace_kernel(
         choice = tl.arange(0, BLOCK)
         p, residual = _weights(
             drawn * BLOCK + choice, request, row, draft, temperature, source_ptr, softmax_ptr, tokens_ptr,
-            candidates_ptr, q_ptr, vocab, width, request_stride, row_stride, KIND, SOFTMAX,
+            candidates_ptr, q_ptr, vocab, request_stride, row_stride, KIND, WIDTH, SOFTMAX,
         )  # fmt: skip
         weights = tl.where(some_left, residual, p).to(tl.float64)
         token = drawn * BLOCK + _draw(weights, tl.minimum(tl.maximum(rest, 0.0), 1.0), choice)
@@ -326,6 +328,7 @@ def verify(
     tokens, valid = tokens.contiguous(), valid.contiguous()
     candidates, q, kind, width = _spread(tokens, drafted)
     accept = best if noise is None else noise.accept.contiguous()
+    slots = triton.next_power_of_2(width) if kind == _SPARSE else 1
     source_strides = source.stride()[:2]
     with torch.cuda.device_of(logits):
         _chunks_kernel[(requests * (k + 1), chunks)](
@@ -334,20 +337,20 @@ def verify(
         )  # fmt: skip
         _decide_kernel[(requests,)](
             best, tops, sums, source, tokens, valid, candidates, q, accept, t, accepted, following, draft, row_softmax,
-            k, vocab, width, chunks, *source_strides, t_stride,
-            ROWS=triton.next_power_of_2(k + 1), CHUNKS=padded, SLOTS=triton.next_power_of_2(width) if kind == _SPARSE
-            else 1, KIND=kind, SAMPLED=sampled, SOFTMAX=softmax,
+            k, vocab, chunks, *source_strides, t_stride,
+            ROWS=triton.next_power_of_2(k + 1), CHUNKS=padded, SLOTS=slots, KIND=kind, WIDTH=width,
+            SAMPLED=sampled, SOFTMAX=softmax,
         )  # fmt: skip
         if noise is not None:
             masses = torch.empty(requests, 2, chunks, dtype=torch.float64, device=device)
             row = (source, row_softmax, tokens, candidates, q, t, accepted, draft, masses)
             _masses_kernel[(requests, chunks)](
-                *row, vocab, width, *source_strides, t_stride,
-                BLOCK=block, KIND=kind, SOFTMAX=softmax, num_warps=warps,
+                *row, vocab, *source_strides, t_stride,
+                BLOCK=block, KIND=kind, WIDTH=width, SOFTMAX=softmax, num_warps=warps,
             )  # fmt: skip
             _replace_kernel[(requests,)](
-                *row, noise.replace.contiguous(), following, vocab, width, chunks, *source_strides, t_stride,
-                BLOCK=block, CHUNKS=padded, KIND=kind, SOFTMAX=softmax, num_warps=warps,
+                *row, noise.replace.contiguous(), following, vocab, chunks, *source_strides, t_stride,
+                BLOCK=block, CHUNKS=padded, KIND=kind, WIDTH=width, SOFTMAX=softmax, num_warps=warps,
             )  # fmt: skip
     return accepted, following
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ __all__ = [
 ]
 
 
-class Walk(NamedTuple):
+@dataclass(frozen=True)
+class Walk:
     """Where `selector_walk` went.
 
     Attributes:
@@ -112,14 +113,17 @@ def selector_walk_reference(
     uniforms: Tensor | None,
 ) -> Walk:
     """The definition, in torch. Arguments as in `selector_walk`, unchecked; ``k >= 1``."""
-    last = predecessor_codebook.shape[0] - 1
-    ids, before = candidates.clamp(0, last), anchors.clamp(0, last)
-    unary = finite(shape_logits(logits, multiplier, softcap))
+    (requests, k, count), last = candidates.shape, predecessor_codebook.shape[0] - 1
+    ids = candidates.clamp(0, last)
+    # All edges at once: the anchor as every candidate before row 0, so that the walk may start at any.
+    before = torch.cat((anchors.clamp(0, last)[:, None, None].expand(-1, 1, count), ids[:, :-1]), 1)
+    pairs = pair_scores(gate, before, ids, predecessor_codebook, successor_codebook)
+    edges = finite(finite(shape_logits(logits, multiplier, softcap))[:, :, None] + pairs)
+    index = anchors.new_zeros(requests)
     chosen: list[Tensor] = []
     q_rows: list[Tensor] = []
-    for i in range(candidates.shape[1]):
-        pairs = pair_scores(gate[:, i], before[:, None], ids[:, i], predecessor_codebook, successor_codebook)
-        scores = finite(unary[:, i] + pairs[:, 0])
+    for i in range(k):
+        scores = edges[:, i].gather(1, index[:, None, None].expand(-1, 1, count))[:, 0]
         index = scores.argmax(-1)
         if temperature is not None and uniforms is not None:
             greedy = temperature <= 0
@@ -128,10 +132,9 @@ def selector_walk_reference(
             index = torch.where(greedy, index, draw(q, uniforms[:, i]))
             q_rows.append(q)
         chosen.append(index)
-        before = ids[:, i].gather(1, index[:, None])[:, 0]
-    index = torch.stack(chosen, 1)
-    tokens = candidates.gather(-1, index[..., None])[..., 0]
-    return Walk(tokens, index, torch.stack(q_rows, 1) if q_rows else None, logits[..., 0].isfinite().all(1))
+    path = torch.stack(chosen, 1)
+    tokens = candidates.gather(-1, path[..., None])[..., 0]
+    return Walk(tokens, path, torch.stack(q_rows, 1) if q_rows else None, logits[..., 0].isfinite().all(1))
 
 
 def pair_scores(

@@ -39,7 +39,7 @@ def verify(
         temperature: fp32 ``[R]``; requests with T <= 0 are greedy. None: all are, and only `tokens`, `valid` and
             `logits` matter.
         accept, replace: uniform numbers, fp64 ``[R, k]`` and ``[R]`` in [0, 1); needed with a temperature.
-        candidates: int64 ``[R, k, C]``, what q is spread over; None: ids 0 .. C-1.
+        candidates: int64 ``[R, k, C]``, what q is spread over; None: ids 0 .. C-1. Without q they do not matter.
         q: fp32 ``[R, k, C]``, what each draft was drawn from; None: one-hot.
         probabilities: fp32 ``[R, k+1, V]``, p of the sampled requests; None: `tempered_softmax` of the logits.
         backend: ``"auto"`` (the kernels on a GPU), ``"torch"`` or ``"triton"``. They can differ where a uniform number
@@ -53,7 +53,9 @@ def verify(
     """
     _check(tokens, valid, logits, temperature, accept, replace, candidates, q, probabilities)
     if temperature is None:
-        accept = replace = candidates = q = probabilities = None
+        q = probabilities = None
+    if q is None:
+        candidates = None
     floating = [x for x in (logits, q, probabilities) if x is not None]
     if tokens.shape[0] == 0 or choose_backend(backend, *floating) == "torch":
         return verify_reference(tokens, valid, logits, temperature, accept, replace, candidates, q, probabilities)
@@ -169,16 +171,15 @@ def _check(
     requests, k = tokens.shape
     if (temperature is None) != (accept is None) or (accept is None) != (replace is None):
         raise ValueError("verify needs temperature, accept and replace, or none of them: one was left out.")
-    if candidates is not None and (q is None or candidates.shape != q.shape):
-        raise ValueError("verify got candidates without a q of their shape: expected both, or a dense q, or neither.")
     expected = {
         "valid": (valid, (requests,)),
         "temperature": (temperature, (requests,)),
         "accept": (accept, (requests, k)),
         "replace": (replace, (requests,)),
+        "candidates": (candidates, tuple(q.shape) if q is not None else None),
         "q": (q, (requests, k, q.shape[-1] if q is not None else 0)),
         "probabilities": (probabilities, tuple(logits.shape)),
     }
     for name, (value, shape) in expected.items():
-        if value is not None and tuple(value.shape) != shape:
+        if value is not None and shape is not None and tuple(value.shape) != shape:
             raise ValueError(f"verify got {name} {list(value.shape)}: expected {list(shape)}.")

@@ -1,6 +1,7 @@
 """selector_walk against a loop written from the formula: the reference, and the kernel."""
 
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def test_strided_arguments(backend, place):
     strided = [torch.stack((x, torch.full_like(x, 1)), -1)[..., 0] for x in arguments]
     expected = selector_walk(*arguments, **noise, backend=backend)
     noise["temperature"] = torch.tensor(0.5, device=place).expand(3)
-    for mine, true in zip(selector_walk(*strided, **noise, backend=backend), expected, strict=True):
+    for mine, true in zip(*map(astuple, (selector_walk(*strided, **noise, backend=backend), expected)), strict=True):
         assert torch.equal(mine, true)
 
 
@@ -251,7 +252,7 @@ def test_kernel_row_does_not_depend_on_the_batch(kernel_device):
     together = selector_walk(*arguments, **noise, backend="triton")
     one = [x[3:4] if i < 4 else x for i, x in enumerate(arguments)], {n: x[3:4] for n, x in noise.items()}
     alone = selector_walk(*one[0], **one[1], backend="triton")
-    for mine, true in zip(alone, together, strict=True):
+    for mine, true in zip(astuple(alone), astuple(together), strict=True):
         assert torch.equal(mine, true[3:4])
 
 
@@ -274,7 +275,7 @@ def test_kernel_on_production_shapes(shape, sampled):
     assert torch.equal(ours.index[greedy], true.index[greedy])
     assert torch.equal(ours.meaningful, true.meaningful)
     small = [x if i in (1, 2) else x.float() for i, x in enumerate(arguments)]
-    check([x[:2] if i < 4 else x for i, x in enumerate(small)], Walk(*(x[:2] if x is not None else x for x in ours)),
+    check([x[:2] if i < 4 else x for i, x in enumerate(small)], Walk(*(x[:2] if x is not None else x for x in astuple(ours))),
           **{n: x[:2] for n, x in options.items()})  # fmt: skip
 
 
@@ -299,7 +300,7 @@ def test_kernel_in_a_cuda_graph():
     arguments[0].copy_(arguments[0].flip(-1))
     noise["uniforms"].copy_(noise["uniforms"].flip(-1))
     graph.replay()
-    for mine, true in zip(walk, selector_walk(*arguments, **noise), strict=True):
+    for mine, true in zip(astuple(walk), astuple(selector_walk(*arguments, **noise)), strict=True):
         assert torch.equal(mine, true)
 
 

@@ -440,6 +440,17 @@ def test_kernel_offsets_are_64_bit():
     assert int(following[:-1].max()) == 0
 
 
+def test_candidates_without_q_do_not_matter():
+    tokens, candidates, _ = proposal((2, 3, 9, 4), "sparse")
+    valid, logits = torch.ones(2, dtype=torch.bool), torch.randn(2, 4, 9)
+    noise = sampling("cpu", torch.ones(2), torch.rand(2, 3), torch.rand(2))
+    for mine, true in zip(
+        verify(tokens, valid, logits, **noise, candidates=candidates), verify(tokens, valid, logits, **noise),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(mine, true)
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -452,8 +463,8 @@ def test_wrong_arguments_are_named():
         verify(tokens, valid, logits[:, :3])
     with pytest.raises(ValueError, match="one was left out"):
         verify(tokens, valid, logits, temperature=noise["temperature"])
-    with pytest.raises(ValueError, match="candidates without a q"):
-        verify(tokens, valid, logits, **noise, candidates=candidates)
+    with pytest.raises(ValueError, match=r"verify got candidates \[2, 3, 2\]: expected \[2, 3, 4\]"):
+        verify(tokens, valid, logits, **noise, candidates=candidates[..., :2], q=q)
     for name, wrong in {"q": q[:1], "probabilities": logits[..., :3]}.items():
         with pytest.raises(ValueError, match=rf"verify got {name} \["):
             verify(tokens, valid, logits, **noise, **{name: wrong})
