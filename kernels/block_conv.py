@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .int16_rows import GROUP, store_int16_row
 from .residual_norm import load_sum
 
 _TILE = 1024
@@ -11,8 +12,8 @@ _TILE = 1024
 
 @triton.jit
 def _block_conv_kernel(
-    x_ptr, base_ptr, delta_ptr, y_ptr, after_ptr, rows, block_rows, hidden, groups,
-    SPLIT: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, base_ptr, delta_ptr, y_ptr, scale_ptr, after_ptr, rows, block_rows, hidden, groups,
+    SPLIT: tl.constexpr, TAPS: tl.constexpr, PLANES: tl.constexpr, PDL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -35,19 +36,28 @@ def _block_conv_kernel(
         x = tl.load(x_ptr + (row - o) * hidden + channel, mask=mask, other=0.0).to(tl.float32)
         y += tl.where(mask, tap * x, 0.0)
         tl.store(after_ptr + (row * TAPS + o) * groups + group, after.to(dtype), mask=first_of_group)
-    tl.store(y_ptr + row * hidden + channel, y.to(dtype), mask=inside)
+    if PLANES:
+        hi_at = y_ptr + row * hidden
+        lo_at = hi_at + tl.cast(rows, tl.int64) * hidden
+        y = y.to(dtype).to(tl.float32)
+        store_int16_row(y, channel, inside, hi_at, lo_at, scale_ptr + row * (hidden // GROUP), TILE)
+    else:
+        tl.store(y_ptr + row * hidden + channel, y.to(dtype), mask=inside)
 
 
-def block_conv(x, base, delta, block_rows, pdl):
-    """Launch; shapes as in `dflash2.ops.block_conv`, checked there."""
+def block_conv(x, base, delta, block_rows, planes, pdl):
+    """Launch; shapes as in `dflash2.ops.block_conv`, checked there. Returns y, or its planes and scales, and the rest."""
     (rows, hidden), (split, _, width), taps = x.shape, delta.shape, base.shape[0]
     groups = width // (2 * taps)
-    y, after = torch.empty_like(x), torch.empty(rows, taps, groups, dtype=x.dtype, device=x.device)
+    y, scale = torch.empty_like(x) if not planes else x.new_empty(2, rows, hidden, dtype=torch.int8), None
+    if planes:
+        scale = x.new_empty(rows, hidden // GROUP.value, dtype=torch.float32)
+    after = x.new_empty(rows, taps, groups)
     if rows == 0:
-        return y, after
+        return y, scale, after
     tile = min(_TILE, triton.next_power_of_2(hidden))
     _block_conv_kernel[(rows, triton.cdiv(hidden, tile))](
-        x, base, delta, y, after, rows, block_rows, hidden, groups, SPLIT=split, TAPS=taps, PDL=pdl, TILE=tile,
+        x, base, delta, y, scale if planes else x, after, rows, block_rows, hidden, groups, SPLIT=split, TAPS=taps, PLANES=planes, PDL=pdl, TILE=tile,
         num_warps=max(1, tile // 256), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    return y, after
+    return y, scale, after

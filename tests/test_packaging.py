@@ -52,7 +52,7 @@ HEAVY = {
     "sglang": ("dflash2.adapters.sglang",),
     "datasets": (),
     "matplotlib": (),
-    "dflash2.kernels": (),
+    "dflash2.kernels": ("dflash2.kernels",),
 }
 
 

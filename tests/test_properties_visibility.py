@@ -10,7 +10,8 @@ import torch
 from oracle import block_visible, check_row, context_visible, layer_rules
 from tiny import FULL, SLIDING, Toy, tiny_config
 
-from dflash2 import DFlash2Drafter, drafter
+import dflash2.ops.window_attention as attention
+from dflash2 import DFlash2Drafter
 
 B = 8
 V1, V2 = "DFlashDraftModel", "DFlash2DraftModel"
@@ -18,12 +19,12 @@ V1, V2 = "DFlashDraftModel", "DFlash2DraftModel"
 
 def masks_of(toy: Toy, kv, seq: int, start: int, k: int):
     """The proposal, and the mask ``[k+1, S + k+1]`` that each layer's attention was given."""
-    caught, real = [], drafter.window_attention
-    drafter.window_attention = lambda *args: (caught.append(args[-1][0]), real(*args))[1]
+    caught, real = [], attention.masked_attention
+    attention.masked_attention = lambda *args: (caught.append(args[-1][0]), real(*args))[1]
     try:
         result = toy.hidden(lambda: toy.drafter.propose(kv, [seq], [3], [start], k))
     finally:
-        drafter.window_attention = real
+        attention.masked_attention = real
     return *result, caught
 
 

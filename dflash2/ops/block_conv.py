@@ -6,13 +6,14 @@ from torch import Tensor
 
 from dflash2.ops.backend import Backend, choose_backend, dependent_launch
 from dflash2.ops.grouped_conv import grouped_conv_reference
+from dflash2.ops.int16_rows import Int16Rows, int16_rows
 
 __all__ = ["block_conv", "block_conv_reference"]
 
 
 def block_conv(
-    x: Tensor, base: Tensor, delta: Tensor, block_rows: int, *, backend: Backend = "auto"
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, base: Tensor, delta: Tensor, block_rows: int, *, int16: bool = False, backend: Backend = "auto"
+) -> tuple[Tensor | Int16Rows, Tensor]:
     """Convolve the rows of blocks, and round the coefficients that the convolution after the sublayer will use.
 
     Args:
@@ -20,6 +21,7 @@ def block_conv(
         base: ``[K, H]``.
         delta: ``[S, N, 2*K*H/G]`` from `block_linear`: both sides' coefficients, this one's first.
         block_rows: n, rows of a block.
+        int16: return the rows as `Int16Rows`; H is a multiple of its group.
         backend: ``"auto"`` (the kernel on a GPU), ``"torch"`` or ``"triton"``.
 
     Returns:
@@ -29,10 +31,12 @@ def block_conv(
         ValueError: the backend cannot run here.
     """
     if choose_backend(backend, x, base) == "torch":
-        return block_conv_reference(x, base, delta, block_rows)
+        y, after = block_conv_reference(x, base, delta, block_rows)
+        return int16_rows(y) if int16 else y, after
     from dflash2.kernels import block_conv as kernel
 
-    return kernel.block_conv(x, base, delta, block_rows, dependent_launch(x))
+    y, scale, after = kernel.block_conv(x, base, delta, block_rows, int16, dependent_launch(x))
+    return y if scale is None else Int16Rows(y, scale, x.dtype), after
 
 
 def block_conv_reference(x: Tensor, base: Tensor, delta: Tensor, block_rows: int) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dflash2.ops.block_linear import block_linear, block_linear_reference, gated_linear, gated_linear_reference
+from dflash2.ops.int16_rows import int16_rows
 from dflash2.ops.int8_rows import quantize_rows
 from dflash2.ops.launch import override
 from dflash2.testing import assert_kernel_close
@@ -83,7 +84,7 @@ def test_kernel_at_the_sizes_of_a_27b_drafter(shape, int8):
 @pytest.mark.parametrize("split", [1, 3, 8])
 def test_settings_change_the_speed_only(split, weights_first, device):
     x, weights, scales = problem((5, 200, (70, 20)), torch.float32, False, device)
-    settings = {"BLOCK_O": 64, "BLOCK_K": 64, "SPLIT": split, "WEIGHTS_FIRST": weights_first, "num_warps": 4}
+    settings = {"BLOCK_O": 64, "BLOCK_K": 64, "SPLIT": split, "WEIGHTS_FIRST": weights_first}
     with override("block_linear", settings):
         y = block_linear(x, weights, scales, backend="triton")
     torch.testing.assert_close(y.sum(0), block_linear_reference(x, weights, scales)[0], rtol=1e-4, atol=1e-5)
@@ -112,6 +113,20 @@ def test_gated(shape, dtype, int8, device):
         gated_linear_reference(x, gate, up, scales),
         g * torch.sigmoid(g) * u,
     )
+
+
+@pytest.mark.parametrize("device", TRITON)
+def test_rows_as_integers(device):
+    """Planes and scales made beforehand: the product of exactly the rows that they stand for."""
+    x, weights, scales = problem((5, 384, (40, 24)), torch.float32, True, device)
+    rows = int16_rows(x)
+    exact = exactly(rows.float(), weights, scales)
+    order = 4 * 384**0.5 * torch.finfo(torch.float32).eps * exact.abs().max()
+    assert ((block_linear(rows, weights, scales, backend="triton").double().sum(0) - exact).abs() <= order).all()
+    gate, up = weights[0][:24], weights[1]
+    pair = (scales[0][:24], scales[1])
+    found = gated_linear(rows, gate, up, pair, backend="triton")
+    torch.testing.assert_close(found, gated_linear_reference(rows, gate, up, pair), rtol=1e-5, atol=1e-5)
 
 
 def test_misfits_are_named():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dflash2.ops.block_conv import block_conv, block_conv_reference
+from dflash2.ops.int16_rows import int16_rows
 from dflash2.ops.residual_norm import residual_norm, residual_norm_reference
 from dflash2.ops.rotary_heads import rotary_heads, rotary_heads_reference
 from dflash2.testing import assert_kernel_close
@@ -51,7 +52,7 @@ def test_residual_norm(shape, bias, conv, device):
     )
     expected = by_hand(h, a, b, base, delta, weight, n)
     for found in (
-        residual_norm(h, a, b, base, delta, weight, EPS, n, backend="triton"),
+        residual_norm(h, a, b, base, delta, weight, EPS, n, backend="triton")[:2],
         residual_norm_reference(h, a, b, base, delta, weight, EPS, n),
     ):
         for x, exact in zip(found, expected, strict=True):
@@ -67,8 +68,9 @@ def test_last_norm_drops_row_0_and_finds_what_is_not_finite(bad, device):
     weight, finite = torch.ones(hidden, device=device), torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
     if bad is not None:
         h[n * 1, 5] = bad  # row 0 of block 1
-    out, x = residual_norm(h, a, None, None, None, weight, EPS, n, finite, backend="triton")
-    assert out is h and x.shape == (blocks * (n - 1), hidden)
+    out, x, _ = residual_norm(h, a, None, None, None, weight, EPS, n, finite, backend="triton")
+    assert out is h
+    assert x.shape == (blocks * (n - 1), hidden)
     assert finite.tolist() == [1, int(bad is None), 0]
     _, expected = by_hand(h, a, None, None, None, weight, n)
     torch.testing.assert_close(
@@ -94,6 +96,23 @@ def test_block_conv(shape, dtype, device):
         for o in range(min(taps, i % n + 1)):
             exact[i] += (base[o].double() + sides[i, 0, o].repeat_interleave(size)) * x[i - o].double()
     assert_kernel_close(y, ref_y, exact)
+
+
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("hidden", [128, 384, 1152])  # one tile and several, with and without a tail
+def test_rows_as_integers_are_those_of_the_definition(hidden, device):
+    h, a = normal(6, hidden, device=device), normal(2, 6, hidden, device=device)
+    _, x, rows = residual_norm(h, a, None, None, None, h[0], EPS, 3, int16=True, backend="triton")
+    base, delta = normal(2, hidden, device=device), normal(1, 6, 4 * hidden // 64, device=device)
+    convolved, _ = block_conv(x, base, delta, 3, int16=True, backend="triton")
+    y, _ = block_conv(x, base, delta, 3, backend="triton")
+    for found, exact in ((rows, x), (convolved, y)):
+        largest = exact.unflatten(1, (-1, 128)).abs().amax(-1)
+        torch.testing.assert_close(found.scale, largest / 32639, rtol=1e-6, atol=0)
+        step = found.scale.repeat_interleave(128, 1)
+        assert ((found.float() - exact).abs() <= 0.502 * step).all()
+        # The integers of the kernel and of torch may differ by one where a value lies in the middle of two.
+        assert ((found.float() - int16_rows(exact).float()).abs() <= 1.01 * step).all()
 
 
 @pytest.mark.parametrize("device", TRITON)

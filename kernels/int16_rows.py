@@ -1,0 +1,31 @@
+"""Rows as 16-bit integers, in two int8 planes: what integer tensor cores multiply with int8 weights.
+
+    x = scale * (256 * hi + lo),   one scale for each GROUP channels of a row
+"""
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(128)
+#: 256 * 127 + 127: both halves fit int8.
+LIMIT = tl.constexpr(32639.0)
+
+
+@triton.jit
+def int16_planes(x):
+    """``x fp32 [R, K]``, one scale a row: hi and lo int8 ``[R, K]``, scale ``[R]``. NaN and infinity: scale infinite."""
+    largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+    q = tl.floor(x * (1.0 / tl.maximum(largest, 1e-30) * LIMIT)[:, None] + 0.5).to(tl.int32)
+    hi = (q + 128) >> 8
+    return hi.to(tl.int8), (q - hi * 256).to(tl.int8), largest / LIMIT
+
+
+@triton.jit
+def store_int16_row(x, channel, inside, hi_at, lo_at, scale_at, TILE: tl.constexpr):
+    """Groups of ``x fp32 [TILE]`` to the planes and scales of its row; addresses are of the row's channel 0."""
+    GROUPS: tl.constexpr = TILE // GROUP
+    hi, lo, scale = int16_planes(tl.reshape(tl.where(inside, x, 0.0), [GROUPS, GROUP]))
+    tl.store(hi_at + channel, tl.reshape(hi, [TILE]), mask=inside)
+    tl.store(lo_at + channel, tl.reshape(lo, [TILE]), mask=inside)
+    group = tl.min(channel, 0) // GROUP + tl.arange(0, GROUPS)
+    tl.store(scale_at + group, scale, mask=group * GROUP <= tl.max(tl.where(inside, channel, 0), 0))
