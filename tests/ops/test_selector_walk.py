@@ -241,8 +241,8 @@ def test_kernel_scores_are_fp32(kernel_device):
         cast[3] = arguments[3].to(kernel_device)
         for options in ({}, sampling(shape, kernel_device, (0.9, 0.0))):
             walk = selector_walk(*cast, multiplier=1.7, softcap=4.0, **options, backend="triton")
-            # |a g b| is about 1, so 256 of them are rounded by 256 * 2^-24 at most, and tens are rounded once more.
-            check(cast, walk, 1.7, 4.0, **options, slack=3e-5)
+            # |a g b| is about 1, and three TF32 parts hold a product to 2^-22: 256 of them to 6e-5. Sums add some.
+            check(cast, walk, 1.7, 4.0, **options, slack=1e-4)
 
 
 @pytest.mark.triton
@@ -274,9 +274,10 @@ def test_kernel_on_production_shapes(shape, sampled):
     greedy = options["temperature"] <= 0 if sampled else torch.ones(shape[0], dtype=torch.bool, device="cuda")
     assert torch.equal(ours.index[greedy], true.index[greedy])
     assert torch.equal(ours.meaningful, true.meaningful)
-    small = [x if i in (1, 2) else x.float() for i, x in enumerate(arguments)]
-    check([x[:2] if i < 4 else x for i, x in enumerate(small)], Walk(*(x[:2] if x is not None else x for x in astuple(ours))),
-          **{n: x[:2] for n, x in options.items()})  # fmt: skip
+    two = [x if i in (1, 2) else x.float() for i, x in enumerate(arguments)]
+    two[:4] = [x[:2] for x in two[:4]]
+    first = Walk(ours.tokens[:2], ours.index[:2], ours.q[:2] if sampled else None, ours.meaningful[:2])
+    check(two, first, **{n: x[:2] for n, x in options.items()})
 
 
 @pytest.mark.gpu
