@@ -76,7 +76,10 @@ class CapturedDrafting:
             self._propose[size, True] = self._capture(propose, {n: t.clone() for n, t in sampled.items()})
             # One more sequence takes the rows that fill up the batch.
             more = {name: ids(size + 1) for name in ("starts", "lengths", "valid_lengths")}
-            more |= {"slots": ids(size + 1, padding_slot), "taps": taps_like.new_zeros(size * (k + 1), taps_like.shape[1])}
+            more |= {
+                "slots": ids(size + 1, padding_slot),
+                "taps": taps_like.new_zeros(size * (k + 1), taps_like.shape[1]),
+            }
             self._append[size] = self._capture(append, more)
 
     def _capture(self, call: Callable[..., Any], inputs: dict[str, Tensor | None]) -> _Graph:

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
 from .int16_rows import GROUP, store_int16_row
 from .residual_norm import load_sum
 
@@ -21,9 +22,7 @@ def _block_conv_kernel(
     group = channel // (hidden // groups)
     first_of_group = inside & (channel % (hidden // groups) == 0)
     dtype = x_ptr.dtype.element_ty
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     plane = tl.cast(rows, tl.int64) * 2 * TAPS * groups
     y = tl.zeros([TILE], tl.float32)
     for o in tl.static_range(TAPS):
@@ -45,7 +44,7 @@ def _block_conv_kernel(
         tl.store(y_ptr + row * hidden + channel, y.to(dtype), mask=inside)
 
 
-def block_conv(x, base, delta, block_rows, planes, pdl):
+def block_conv(x, base, delta, block_rows, planes):
     """Launch; shapes as in `dflash2.ops.block_conv`, checked there. Returns y, or its planes and scales, and the rest."""
     (rows, hidden), (split, _, width), taps = x.shape, delta.shape, base.shape[0]
     groups = width // (2 * taps)
@@ -57,7 +56,7 @@ def block_conv(x, base, delta, block_rows, planes, pdl):
         return y, scale, after
     tile = min(_TILE, triton.next_power_of_2(hidden))
     _block_conv_kernel[(rows, triton.cdiv(hidden, tile))](
-        x, base, delta, y, scale if planes else x, after, rows, block_rows, hidden, groups, SPLIT=split, TAPS=taps, PLANES=planes, PDL=pdl, TILE=tile,
-        num_warps=max(1, tile // 256), **({"launch_pdl": True} if pdl else {}),
+        x, base, delta, y, scale if planes else x, after, rows, block_rows, hidden, groups, SPLIT=split, TAPS=taps, PLANES=planes, TILE=tile,
+        num_warps=max(1, tile // 256), **dependent_launch(x),
     )  # fmt: skip
     return y, scale, after

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
 from .residual_norm import store_normed
 
 _POSITIONS = 512
@@ -20,9 +21,7 @@ def _block_inputs_kernel(
     request, i, block_rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = (request * block_rows + i).to(tl.int64)
     dtype = h_ptr.dtype.element_ty
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     start, slot = tl.load(starts_ptr + request), tl.load(slots_ptr + request)
     anchor = tl.load(anchors_ptr + request)
     in_range = (anchor >= 0) & (anchor < vocab_size)
@@ -48,14 +47,16 @@ def _block_inputs_kernel(
             best = tl.full([BLOCK], -1, tl.int64)
             for at in range(0, length, BLOCK):
                 p = at + tl.arange(0, BLOCK)
-                best = tl.maximum(best, tl.load(rows_ptr + request * length + p, mask=p < length, other=-1).to(tl.int64))
+                best = tl.maximum(
+                    best, tl.load(rows_ptr + request * length + p, mask=p < length, other=-1).to(tl.int64)
+                )
             valid = valid & (tl.max(best, 0) >= 0)
         tl.store(valid_ptr + request, valid.to(tl.int32))
 
 
 def block_inputs(anchors, starts, slots, next_positions, context_rows, embedding, mask_row, frequencies, weight,
                  *, block_rows, vocab_size, mask_id, eps, embedding_scale, rope_scale, any_context,
-                 dtype, pdl):  # fmt: skip
+                 dtype):  # fmt: skip
     """Launch; shapes as in `dflash2.ops.block_inputs`, checked there."""
     requests, hidden, half = anchors.shape[0], embedding.shape[1], frequencies.shape[0]
     rows = requests * block_rows
@@ -68,8 +69,8 @@ def block_inputs(anchors, starts, slots, next_positions, context_rows, embedding
     _block_inputs_kernel[(requests, block_rows)](
         anchors, starts, slots, next_positions, context_rows, embedding,
         embedding if mask_row is None else mask_row, frequencies, weight, h, x, cos, sin, valid, vocab_size, mask_id, hidden, half, eps, embedding_scale, rope_scale,
-        context_rows.shape[1], ANY_CONTEXT=any_context, MASK_ROW=mask_row is not None, PDL=pdl,
+        context_rows.shape[1], ANY_CONTEXT=any_context, MASK_ROW=mask_row is not None,
         HALF=triton.next_power_of_2(half), BLOCK=_POSITIONS, TILE=tile, num_warps=max(1, min(16, tile // 256)),
-        **({"launch_pdl": True} if pdl else {}),
+        **dependent_launch(embedding),
     )  # fmt: skip
     return h, x, cos, sin, valid

@@ -4,9 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
 from .int16_rows import GROUP, int16_planes
 
-DEFAULTS = {"BLOCK_O": 64, "BLOCK_K": 128, "SPLIT": 4, "WEIGHTS_FIRST": 1, "PREFETCH": 1024, "num_warps": 4, "num_stages": 4}
+DEFAULTS = {
+    "BLOCK_O": 64,
+    "BLOCK_K": 128,
+    "SPLIT": 4,
+    "WEIGHTS_FIRST": 1,
+    "PREFETCH": 1024,
+    "num_warps": 4,
+    "num_stages": 4,
+}
 GATED_DEFAULTS = {"BLOCK_O": 32, "BLOCK_K": 128, "WEIGHTS_FIRST": 1, "PREFETCH": 1024, "num_warps": 4, "num_stages": 4}
 _TILES = (
     (32, 128, 0, 2, 4), (32, 128, 0, 2, 6), (32, 256, 0, 4, 4), (64, 128, 0, 4, 4), (64, 64, 1, 4, 6), (64, 128, 1, 4, 4),
@@ -23,17 +32,6 @@ GATED_CANDIDATES = [
                                        (32, 128, 1, 4, 4), (32, 128, 1, 4, 5), (32, 128, 1, 4, 6), (32, 256, 1, 4, 3),
                                        (32, 256, 1, 4, 4), (64, 128, 1, 4, 3), (64, 128, 1, 4, 4), (64, 128, 1, 8, 4))
 ]  # fmt: skip
-
-
-@triton.jit
-def prefetch_rows(at, BYTES: tl.constexpr):
-    """Ask for the first BYTES behind each address ``[W, 1]``, a 128-byte line at a time, before the rows of the previous
-    kernel are there: the memory stays busy while that kernel ends."""
-    line: tl.constexpr = 128 * 8 // at.dtype.element_ty.primitive_bitwidth
-    lines = at + (tl.arange(0, BYTES // 128) * line)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -124,10 +122,8 @@ def _linear_kernel(
     w_at = w_ptr + (w_row.to(tl.int64) * inner)[:, None]
     share = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT) * BLOCK_K
     begin = split * share
-    if PDL:
-        prefetch_rows(w_at + begin, PREFETCH)
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    prefetch_rows(w_at + begin, PREFETCH, PDL)
+    wait_for_inputs(PDL)
     total = _sums(
         x_ptr, x_scale_ptr, w_at, row0, rows, inner, begin, tl.minimum(begin + share, inner), INT8, PLANES, EVEN,
         BLOCK_R, BLOCK_O, BLOCK_K, WEIGHTS_FIRST,
@@ -151,10 +147,8 @@ def _gated_kernel(
     both = tl.arange(0, 2 * BLOCK_O)
     w_row = tl.minimum(tl.program_id(0) * BLOCK_O + both % BLOCK_O, out - 1)
     w_at = gate_ptr + (w_row.to(tl.int64) * inner + both // BLOCK_O * to_up)[:, None]
-    if PDL:
-        prefetch_rows(w_at, PREFETCH)
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    prefetch_rows(w_at, PREFETCH, PDL)
+    wait_for_inputs(PDL)
     total = _sums(
         x_ptr, x_scale_ptr, w_at, row0, rows, inner, 0, inner, INT8, PLANES, EVEN, BLOCK_R, 2 * BLOCK_O, BLOCK_K,
         WEIGHTS_FIRST,
@@ -169,7 +163,7 @@ def _gated_kernel(
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (o < out)[None, :])
 
 
-def block_linear(x, x_scale, weights, scales, settings, pdl):
+def block_linear(x, x_scale, weights, scales, settings):
     """Launch.
 
     Args:
@@ -177,7 +171,6 @@ def block_linear(x, x_scale, weights, scales, settings, pdl):
         weights: one to three, ``[O_i, K]``.
         scales: fp32 ``[O_i]`` of int8 weights, else None.
         settings: see `DEFAULTS`.
-        pdl: whether dependents may start early.
 
     Returns:
         fp32 partial sums ``[SPLIT, N, O]``.
@@ -195,12 +188,12 @@ def block_linear(x, x_scale, weights, scales, settings, pdl):
     _linear_kernel[grid](
         x, y if x_scale is None else x_scale, *weights, *weights[:1] * pad, *scale, y, rows, inner, *outs, *[0] * pad,
         SEGMENTS=len(weights), INT8=scales[0] is not None, PLANES=x_scale is not None, EVEN=inner % s["BLOCK_K"] == 0,
-        PDL=pdl, **s, **({"launch_pdl": True} if pdl else {}),
+        **s, **dependent_launch(x),
     )  # fmt: skip
     return y
 
 
-def gated_linear(x, x_scale, gate, up, scales, dtype, settings, pdl):
+def gated_linear(x, x_scale, gate, up, scales, dtype, settings):
     """Launch; ``silu(x gate^T) * (x up^T)`` as ``[N, O]`` in ``dtype``. Arguments as of `block_linear`."""
     rows, inner = x.shape[-2:]
     s = _fitted(settings, x, scales[0] is not None)
@@ -212,8 +205,8 @@ def gated_linear(x, x_scale, gate, up, scales, dtype, settings, pdl):
     to_up = (up.data_ptr() - gate.data_ptr()) // gate.element_size()
     _gated_kernel[grid](
         x, y if x_scale is None else x_scale, gate, gate_scale, up_scale, y, to_up, rows, inner, gate.shape[0],
-        INT8=scales[0] is not None, PLANES=x_scale is not None, EVEN=inner % s["BLOCK_K"] == 0, PDL=pdl, **s,
-        **({"launch_pdl": True} if pdl else {}),
+        INT8=scales[0] is not None, PLANES=x_scale is not None, EVEN=inner % s["BLOCK_K"] == 0, **s,
+        **dependent_launch(x),
     )  # fmt: skip
     return y
 

@@ -8,11 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
+
 
 @triton.jit(do_not_specialize=["rows", "spans"])
 def _features_kernel(
-    sums_ptr, scale_ptr, weight_ptr, out_ptr, rows, spans, hidden, eps, INT8: tl.constexpr, BLOCK: tl.constexpr
+    sums_ptr, scale_ptr, weight_ptr, out_ptr, rows, spans, hidden, eps, INT8: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     dtype = out_ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)
@@ -52,8 +56,9 @@ def _half(sums_ptr, plane, spans, table_ptr, matrix, at, mask, dtype, SETS: tl.c
 def _heads_kernel(
     sums_ptr, table_ptr, positions_ptr, pool_rows_ptr, frequencies_ptr, keys_ptr, values_ptr,
     rows, spans, heads, half, layer_stride, eps, rope_scale,
-    INT8: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    INT8: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row, layer, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     matrix, layers = 2 * layer + part, tl.num_programs(1)
     dtype = keys_ptr.dtype.element_ty
@@ -96,7 +101,7 @@ def features(sums: torch.Tensor, scale: torch.Tensor | None, weight: torch.Tenso
     with torch.cuda.device_of(out):
         _features_kernel[(rows,)](
             sums, sums if scale is None else scale, weight, out, rows, spans, hidden, eps, INT8=scale is not None,
-            BLOCK=triton.next_power_of_2(hidden), num_warps=8,
+            BLOCK=triton.next_power_of_2(hidden), num_warps=8, **dependent_launch(sums),
         )  # fmt: skip
     return out
 
@@ -126,5 +131,5 @@ def heads(
         _heads_kernel[(sums.shape[1], layers, 2)](
             sums, table, positions, rows, frequencies, keys, values, sums.shape[1], sums.shape[0], n, head_dim // 2,
             keys.stride(0), eps, rope_scale, INT8=int8, BIAS=bias, HEADS=triton.next_power_of_2(n),
-            HALF=triton.next_power_of_2(head_dim // 2), num_warps=2,
+            HALF=triton.next_power_of_2(head_dim // 2), num_warps=2, **dependent_launch(sums),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Rows as 16-bit integers, in two int8 planes: what integer tensor cores multiply with int8 weights.
 
-    x = scale * (256 * hi + lo),   one scale for each GROUP channels of a row
+x = scale * (256 * hi + lo),   one scale for each GROUP channels of a row
 """
 
 import triton

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
 from .top_candidates import LOWEST, Candidates, collect
 
 #: PROGRAMS on each multiprocessor take tile after tile without a pause; 0: one program for each tile.
@@ -37,9 +38,10 @@ _QUANTISE_BLOCK = 8192
 @triton.jit
 def _quantise_kernel(
     x_ptr, halves_ptr, row_scale_ptr, floor_ptr, hidden, x_row_stride, x_column_stride,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row into its halves int8 ``[rows, 2, hidden]`` and scale; the row's floor starts at the lowest value."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     largest = 0.0
     for start in range(0, hidden, BLOCK):
@@ -118,9 +120,12 @@ def _top_kernel(
     weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
     vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
     SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(vocab, BLOCK_V)
+    first = tl.minimum(tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V), vocab - 1)
+    prefetch_rows(weight_ptr + (first.to(tl.int64) * weight_row_stride)[:, None], 512, PDL)
+    wait_for_inputs(PDL)
     if PROGRAMS == 0:
         _top_tile(
             weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
@@ -142,7 +147,9 @@ def _logits_kernel(
     weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, logits_ptr,
     vocab, rows, hidden, weight_row_stride, weight_column_stride,
     BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     logits = _logits(
@@ -166,7 +173,7 @@ def int8_head(
     logits = torch.empty(rows, vocab, dtype=torch.float32, device=hidden.device)
     with torch.cuda.device_of(hidden):
         halves, row_scale = _quantise(hidden, None)
-        options = _options(rows, hidden.shape[1], settings)
+        options = _options(hidden, settings)
         del options["PROGRAMS"]  # written tiles leave no pause worth filling
         grid = (triton.cdiv(rows, options["BLOCK_R"]), triton.cdiv(vocab, options["BLOCK_V"]))
         _logits_kernel[grid](
@@ -187,7 +194,7 @@ def int8_head_top(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``count`` best ids and logits; no logits are written. Shapes as in `int8_head`."""
     rows = hidden.shape[0]
-    options = _options(rows, hidden.shape[1], settings)
+    options = _options(hidden, settings)
     with torch.cuda.device_of(hidden):
         found = Candidates(rows, vocab, count, options, hidden.device)
         halves, row_scale = _quantise(hidden, found.floor)
@@ -205,12 +212,14 @@ def _quantise(hidden: torch.Tensor, floor: torch.Tensor | None) -> tuple[torch.T
     _quantise_kernel[(rows,)](
         hidden, halves, row_scale, floor, width, *hidden.stride(),
         BLOCK=min(_QUANTISE_BLOCK, triton.next_power_of_2(width)), SLOTS=0 if floor is None else floor.shape[1],
-        num_warps=8,
+        num_warps=8, **dependent_launch(hidden),
     )  # fmt: skip
     return halves, row_scale
 
 
-def _options(rows: int, width: int, settings: dict[str, int]) -> dict[str, int | bool]:
+def _options(hidden: torch.Tensor, settings: dict[str, int]) -> dict[str, int | bool]:
     """A product and a sum stay two roundings, as in the definition: no fusing."""
+    rows, width = hidden.shape
     block_r = min(settings["BLOCK_R"], max(8, triton.next_power_of_2(rows)))
+    settings = settings | dependent_launch(hidden)
     return {**settings, "BLOCK_R": block_r, "EVEN": width % settings["BLOCK_K"] == 0, "enable_fp_fusion": False}

@@ -4,13 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
+
 
 @triton.jit(do_not_specialize=["rows", "requests"])
 def _place_rows_kernel(
     starts_ptr, lengths_ptr, valid_ptr, slots_ptr, page_table_ptr, tags_ptr, next_ptr, limit_ptr, faults_ptr,
     positions_ptr, pool_rows_ptr, rows, requests, ring_pages, page_size, discard,
-    CHECKED: tl.constexpr, REQUESTS: tl.constexpr, BLOCK: tl.constexpr,
+    CHECKED: tl.constexpr, REQUESTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     request = tl.program_id(0)
     other = tl.arange(0, REQUESTS)
     lengths = tl.load(lengths_ptr + other, mask=other < requests, other=0)
@@ -61,5 +64,6 @@ def place_rows(starts, lengths, valid_lengths, slots, pool, rows, checked):
             positions, pool_rows, rows, requests, pool.page_table.shape[1], pool.page_size,
             pool.tags.shape[0] - pool.page_size, CHECKED=checked,
             REQUESTS=max(16, triton.next_power_of_2(requests)), BLOCK=128 if rows <= 1024 else 1024, num_warps=4,
+            **dependent_launch(slots),
         )  # fmt: skip
     return positions, pool_rows

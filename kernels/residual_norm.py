@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
 from .int16_rows import GROUP, store_int16_row
 
 
@@ -38,9 +39,7 @@ def _residual_norm_kernel(
     channel = tl.arange(0, TILE)
     inside = channel < hidden
     dtype = h_ptr.dtype.element_ty
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     plane = tl.cast(rows, tl.int64) * hidden
     update = tl.zeros([TILE], tl.float32)
     # Row 0 of a block has no row before it: taps that reach further back are not loaded.
@@ -75,7 +74,7 @@ def _residual_norm_kernel(
             store_int16_row(x, channel, inside, hi_at, hi_at + plane, scale_ptr + row * (hidden // GROUP), TILE)
 
 
-def residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite, planes, pdl):
+def residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite, planes):
     """Launch; shapes as in `dflash2.ops.residual_norm`, checked there.
 
     With ``finite`` only the normed rows 1.. return; with ``planes`` their `Int16Rows` planes and scales too, else None.
@@ -95,7 +94,7 @@ def residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite, plan
     _residual_norm_kernel[(rows,)](
         h, a, h if bias is None else bias, h if base is None else base, h if delta is None else delta, weight, h_out, x,
         finite if last else h, both if planes else h, scale if planes else h, rows, block_rows, hidden, 1 if delta is None else delta.shape[-1], eps,
-        SPLIT=split, TAPS=taps, BIAS=bias is not None, LAST=last, PLANES=planes, PDL=pdl, TILE=tile,
-        num_warps=max(1, min(16, tile // 256)), **({"launch_pdl": True} if pdl else {}),
+        SPLIT=split, TAPS=taps, BIAS=bias is not None, LAST=last, PLANES=planes, TILE=tile,
+        num_warps=max(1, min(16, tile // 256)), **dependent_launch(h),
     )  # fmt: skip
     return h_out, x, both, scale

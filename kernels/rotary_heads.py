@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
 from .residual_norm import load_sum
 
 
@@ -30,9 +31,7 @@ def _rotary_heads_kernel(
             bias_ptr, out_ptr, local = v_bias_ptr, v_ptr, local - kv_heads
     i = tl.arange(0, HALF)
     mask = i < half
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     width = (q_heads + 2 * kv_heads) * 2 * half
     at = row * width + head * 2 * half + i
     plane = tl.cast(rows, tl.int64) * width
@@ -53,7 +52,7 @@ def _rotary_heads_kernel(
     tl.store(out + half, second.to(dtype), mask=mask)
 
 
-def rotary_heads(qkv, biases, q_norm, k_norm, eps, cos, sin, q_heads, kv_heads, pdl):
+def rotary_heads(qkv, biases, q_norm, k_norm, eps, cos, sin, q_heads, kv_heads):
     """Launch; shapes as in `dflash2.ops.rotary_heads`, checked there."""
     split, rows, width = qkv.shape
     head_dim = width // (q_heads + 2 * kv_heads)
@@ -64,7 +63,7 @@ def rotary_heads(qkv, biases, q_norm, k_norm, eps, cos, sin, q_heads, kv_heads, 
     q_bias, k_bias, v_bias = biases or (q_norm, q_norm, q_norm)
     _rotary_heads_kernel[(rows, q_heads + 2 * kv_heads)](
         qkv, q_bias, k_bias, v_bias, q_norm, k_norm, cos, sin, q, k, v, rows, q_heads, kv_heads, head_dim // 2, eps,
-        SPLIT=split, BIAS=biases is not None, PDL=pdl, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
-        **({"launch_pdl": True} if pdl else {}),
+        SPLIT=split, BIAS=biases is not None, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
+        **dependent_launch(qkv),
     )  # fmt: skip
     return q, k, v

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
+
 #: For few rows, bound by reading the weights. GATHER 1 sums the spans inside a program.
 DEFAULTS = {"BLOCK_O": 64, "BLOCK_R": 16, "BLOCK_K": 128, "GATHER": 0, "num_warps": 4, "num_stages": 4}
 #: For a batch: two programs fit on a multiprocessor. For many rows: the largest tile, as smaller ones wait for the L2.
@@ -66,7 +68,7 @@ def _span_sums_kernel(
     x_ptr, weight_ptr, sums_ptr,
     rows, outputs, inputs, x_stride, span,
     TABLE: tl.constexpr, INT8: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(outputs, BLOCK_O)
     matrix, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
@@ -78,6 +80,8 @@ def _span_sums_kernel(
     # Rows past the end read the last one again: no mask on what costs most.
     x_at = x_ptr + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride
     weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs
+    prefetch_rows(weight_at + tl.program_id(2) * span, 1024, PDL)
+    wait_for_inputs(PDL)
     if GATHER:
         total = tl.zeros([BLOCK_O, BLOCK_R], dtype=tl.float32)
         for begin in range(0, inputs, span):
@@ -134,7 +138,7 @@ def span_sums(
     with torch.cuda.device_of(x):
         _span_sums_kernel[grid](
             x, weight, sums, rows, outputs, inputs, x.stride(0), span, TABLE=table is not None, INT8=int8,
-            EVEN=inputs % s["BLOCK_K"] == 0, **s,
+            EVEN=inputs % s["BLOCK_K"] == 0, **s, **dependent_launch(x),
         )  # fmt: skip
     return sums
 

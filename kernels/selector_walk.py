@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
+
 DEFAULTS = {"rank_tile": 64, "num_stages": 4, "num_warps": 8}
 CANDIDATES = [
     {"rank_tile": tile, "num_stages": stages, "num_warps": warps}
@@ -79,7 +81,9 @@ def _selector_walk_kernel(
     STAGES: tl.constexpr,
     CAPPED: tl.constexpr,
     SAMPLED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)[:, None]
     slot = tl.arange(0, SLOTS)[None, :]
@@ -185,6 +189,7 @@ def selector_walk(
             CAPPED=softcap is not None,
             SAMPLED=temperature is not None,
             num_warps=settings["num_warps"],
+            **dependent_launch(gate),
         )
     return tokens, index, q, meaningful
 

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import dependent_launch, wait_for_inputs
+
 #: Below every value, -inf included, and below every key.
 LOWEST = tl.constexpr(-(1 << 31))
 LOWEST_KEY = tl.constexpr(-(1 << 63))
@@ -71,9 +73,10 @@ def collect(
 @triton.jit(do_not_specialize=["tiles", "count", "first_id"])
 def _select_kernel(
     lists_ptr, lengths_ptr, ids_ptr, values_ptr, tiles, count, first_id,
-    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: the SLOTS tiles with the best keys, then the best of what those kept."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     lengths_at = lengths_ptr + row // BLOCK_R * tiles
     lists_ptr += row // BLOCK_R * tiles * (SLOTS * BLOCK_R) + row % BLOCK_R
@@ -124,5 +127,6 @@ class Candidates:
             self.lists, self.lengths, ids, values, self.tiles, self.count, first_id,
             BLOCK_V=self.block_v, BLOCK_R=self.block_r, SLOTS=self.slots,
             TILES=max(self.slots, min(_TILES_AT_A_TIME, triton.next_power_of_2(self.tiles))), num_warps=8,
+            **dependent_launch(self.lists),
         )  # fmt: skip
         return ids, values

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .block_linear import prefetch_rows
+from .dependent_launch import dependent_launch, wait_for_inputs
 
 DEFAULTS = {"tile": 64, "programs_per_sm": 1, "max_splits": 8, "num_warps": 4, "num_stages": 3}
 CANDIDATES = [
@@ -33,9 +34,7 @@ def _stored_rows_kernel(
     tags_ptr, page_table_ptr, slots_ptr, starts_ptr, rows_ptr, ring_pages, length,
     PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots_ptr + request)
@@ -162,8 +161,7 @@ def _window_attention_kernel(
             rows_ptr, keys_ptr, values_ptr, column, end, keys_stride, values_stride, head * HEAD_DIM, pool_rows - 1,
             PREFETCH, TILE, LINES,
         )  # fmt: skip
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
 
     # Queries past the end are copies of the last one: they need no masks of their own and are not stored.
     query = unit % query_tiles * QUERIES + tl.arange(0, QUERIES)
@@ -209,7 +207,7 @@ def _window_attention_kernel(
 
 def stored_rows(
     tags: torch.Tensor, page_table: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, *,
-    page_size: int, length: int, pdl: bool,
+    page_size: int, length: int,
 ) -> torch.Tensor:  # fmt: skip
     """Launch the look-up; shapes as in `dflash2.ops.window_attention.PagedContext`. int32 ``[R, length]``, -1: none."""
     rows = torch.empty(slots.shape[0], length, dtype=torch.int32, device=slots.device)
@@ -219,8 +217,8 @@ def stored_rows(
     tile = min(256, triton.next_power_of_2(length))
     with torch.cuda.device_of(rows):
         _stored_rows_kernel[(rows.shape[0], triton.cdiv(length, tile))](
-            tags, page_table, slots, starts, rows, page_table.shape[1], length, PAGE_SIZE=page_size, TILE=tile, PDL=pdl,
-            **({"launch_pdl": True} if pdl else {}),
+            tags, page_table, slots, starts, rows, page_table.shape[1], length, PAGE_SIZE=page_size, TILE=tile,
+            **dependent_launch(starts),
         )  # fmt: skip
     return rows
 
@@ -237,7 +235,6 @@ def window_attention(
     window: int | None,
     causal: bool,
     settings: dict[str, int],
-    pdl: bool,
 ) -> torch.Tensor:
     """Launch the kernel; shapes as in `dflash2.ops.window_attention`, checked there.
 
@@ -246,7 +243,6 @@ def window_attention(
         arrivals: int32, at least ``R * n * nq`` zeros, which are zeros again afterwards. No other launch may use them
             at the same time.
         settings: `DEFAULTS`, or a measured choice.
-        pdl: start while the kernel before this one ends (programmatic dependent launch).
     """
     requests, n, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -277,7 +273,7 @@ def window_attention(
             SCALE=head_dim**-0.5 * 1.4426950408889634,  # log2(e): the hardware has powers of two
             PRECISION="ieee" if exact else "tf32",  # the latter says nothing about 16-bit operands
             PREFETCH=_PREFETCHED // tile * tile, LINES=_power_below(max(1, head_dim * q.element_size() // 128)),
-            PDL=pdl, num_warps=warps, num_stages=settings["num_stages"], **({"launch_pdl": True} if pdl else {}),
+            num_warps=warps, num_stages=settings["num_stages"], **dependent_launch(q),
         )  # fmt: skip
     return out
 

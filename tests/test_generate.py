@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dflash2 import ConfigError, DFlash2Drafter, Int8LMHead, Proposal, generate, generation
 from dflash2.target import decoder_layers
+from dflash2.width import AutoWidth
 
 V, H, LAYERS = 50, 32, 4
 SHAPE = {
@@ -364,6 +365,140 @@ def test_num_draft_tokens(k, monkeypatch):
     assert out.stats.target_passes == 1 + math.ceil(16 / (k + 1))
 
 
+# -- widths that change -----------------------------------------------------------------------------------------------
+
+
+def choose_at_random(monkeypatch, seed: int, idle: int = 6) -> None:
+    """Any width in any round, and runs of rounds without drafts."""
+    g = torch.Generator().manual_seed(seed)
+    resting = 0
+
+    def choose(self, requests, most):
+        nonlocal resting
+        resting -= 1
+        if resting > 0:
+            return 0
+        if int(torch.randint(6, (), generator=g)) == 0:
+            resting = int(torch.randint(1, idle + 1, (), generator=g))
+        return int(torch.randint(most + 1, (), generator=g))
+
+    monkeypatch.setattr(AutoWidth, "choose", choose)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_any_sequence_of_widths_gives_the_targets_output(family, size, monkeypatch):
+    """And leaves no hole in the drafter's context (`Script` looks at the span in every round with drafts)."""
+    lengths = RAGGED[size]
+    ids, mask = batch(lengths)
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        with monkeypatch.context() as patch:
+            choose_at_random(patch, seed)
+            made = drafter(sliding_window=9)
+            Script(patch, made, family, lengths, lambda row, g=g: int(torch.randint(8, (), generator=g)))
+            stops = (reference(family, 0, lengths[0])[25 + seed],)
+            out = generate(target(family), made, ids, mask, 40, num_draft_tokens="auto", eos_token_id=stops)
+        answers(out, ids, [cut(reference(family, r, n), 40, stops) for r, n in enumerate(lengths)])
+        assert sum(out.stats.widths.values()) == out.stats.target_passes - 1
+        assert set(out.stats.widths) <= set(range(8))
+
+
+@pytest.mark.parametrize("waiting", [1, 3, 64])
+def test_context_of_rounds_without_drafts_comes_later(waiting, monkeypatch):
+    """Row by row what a round with drafts appends, however many rounds wait."""
+    monkeypatch.setattr(generation, "WAITING_ROUNDS", waiting)
+    lengths = RAGGED[3]
+    ids, mask = batch(lengths)
+    rows: list[dict[tuple[int, int], Tensor]] = []
+    for widths in ("auto", 1):
+        made, found = drafter(), {}
+        append = made.append
+
+        def watched(kv, seqs, taps, starts, counts, valid=None, append=append, found=found):
+            for q, part, start, n in zip(seqs, taps.split(counts), starts, valid or counts, strict=True):
+                found.update({(q, start + i): part[i] for i in range(n)})
+            append(kv, seqs, taps, starts, counts, valid)
+
+        with monkeypatch.context() as patch:
+            choose_at_random(patch, 5, idle=9)
+            patch.setattr(made, "append", watched)
+            stops = (reference("llama", 1, lengths[1])[20],)
+            out = generate(target(), made, ids, mask, 40, num_draft_tokens=widths, eos_token_id=stops)
+        answers(out, ids, [cut(reference("llama", r, n), 40, stops) for r, n in enumerate(lengths)])
+        rows.append(found)
+    assert len(rows[0]) > 0.5 * len(rows[1])
+    for key, row in rows[0].items():
+        torch.testing.assert_close(row, rows[1][key], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("stands", "most"), [(7, {7}), (0, {0})])
+def test_auto_follows_what_stands(stands, most, monkeypatch):
+    """On a clock that only the target's passes move, by 10 ms and 1 ms for each row."""
+    now = 0.0
+    model, lengths, made = target("qwen3"), RAGGED[1], drafter()
+    forward = model.forward
+
+    @wraps(forward)
+    def timed(*a, **kw):
+        nonlocal now
+        now += 0.010 + 0.001 * kw["input_ids"].shape[1]
+        return forward(*a, **kw)
+
+    monkeypatch.setattr(model, "forward", timed)
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: now)
+    Script(monkeypatch, made, "qwen3", lengths, lambda row: stands)
+    ids, mask = batch(lengths)
+    for _ in range(2):
+        out = generate(model, made, ids, mask, 48, num_draft_tokens="auto")
+        answers(out, ids, [cut(reference("qwen3", 0, lengths[0]), 48)])
+    usual, _ = out.stats.widths.most_common(1)[0]
+    assert {usual} == most
+    assert sum(out.stats.widths[k] for k in range(1, 8) if k != usual) <= 4
+    assert out.stats.decode_s < (48 - 1) * 0.011 * 1.1
+
+
+def test_costs_are_kept_for_the_next_call():
+    made, ids = drafter(), batch([5])[0]
+    generate(target(), made, ids, max_new_tokens=30, num_draft_tokens="auto")
+    (costs,) = generation._costs[made].values()
+    generate(target(), made, ids, max_new_tokens=30, num_draft_tokens="auto")
+    assert list(generation._costs[made].values()) == [costs]
+    assert costs.to_measure(1, 7) is None
+    generate(target("qwen3"), made, ids, max_new_tokens=3, num_draft_tokens="auto")
+    assert len(generation._costs[made]) == 2, "another target costs something else"
+
+
+def test_sampling_with_widths_that_change(monkeypatch):
+    """15,000 answers against the exact joint distribution of three tokens."""
+    vocab, ids = 8, torch.tensor([[1, 6, 2, 7, 5]])
+    model, made = target(vocab=vocab), drafter(vocab_size=vocab, mask_token_id=3, block_size=4)
+    expected = joint_of_three(model, ids, transformers_warp(temperature=0.9), vocab)
+    choose_at_random(monkeypatch, 1)
+    counts = torch.zeros(vocab**3)
+    for seed in range(15):
+        out = generate(model, made, ids.expand(1000, -1), None, 3, temperature=0.9, seed=seed, num_draft_tokens="auto")
+        t = out.sequences[:, 5:]
+        counts += torch.bincount((t[:, 0] * vocab + t[:, 1]) * vocab + t[:, 2], minlength=vocab**3)
+    assert_follows(counts.view(vocab, vocab, vocab), expected)
+
+
+def test_training_goes_on_after_generating():
+    """Nothing that inference mode made is left where gradients pass."""
+    import copy
+
+    model, made = copy.deepcopy(target()).requires_grad_(True), drafter().requires_grad_(True)
+    ids, mask = batch([5])
+    out = generate(model, made, ids, mask, 12, num_draft_tokens="auto")
+    assert not out.sequences.is_inference()
+    model(input_ids=out.sequences, labels=out.sequences).loss.backward()
+    kv = made.new_kv(1, 64)
+    made.append(kv, [kv.open()], torch.zeros(4, 2 * H), [0], [4])
+    hidden = made.embed(torch.tensor([[5]]), 3)
+    made(hidden, torch.arange(4)[None, None], lambda layer, q, k, v: q).sum().backward()
+    assert all(p.grad is not None for p in (model.lm_head.weight, made.norm.weight))
+
+
 # -- long prompts, taps ---------------------------------------------------------------------------------------------
 
 
@@ -707,6 +842,7 @@ def test_masks_that_are_refused(case):
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"num_draft_tokens": 8}, "num_draft_tokens=8.*7"),
         ({"num_draft_tokens": -1}, "num_draft_tokens=-1"),
+        ({"num_draft_tokens": "most"}, "num_draft_tokens='most'.*or 'auto'"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": math.nan}, "temperature=nan"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0"),

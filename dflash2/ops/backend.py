@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Backend", "choose_backend", "dependent_launch"]
+__all__ = ["Backend", "choose_backend"]
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -42,16 +42,6 @@ def choose_backend(backend: str, *tensors: Tensor, dots: bool = False) -> Litera
             raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto' or 'torch'.")
         return "triton"
     return "triton" if obstacle is None and tensors[0].is_cuda else "torch"
-
-
-def dependent_launch(tensor: Tensor) -> bool:
-    """Whether kernels may start while the one before ends (programmatic dependent launch): CUDA from Hopper on."""
-    return tensor.is_cuda and _capability(tensor.device.index) >= (9, 0)
-
-
-@cache
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
 
 
 def _obstacle(tensors: tuple[Tensor, ...], dots: bool) -> str | None:

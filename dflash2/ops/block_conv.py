@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dflash2.ops.backend import Backend, choose_backend, dependent_launch
+from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.grouped_conv import grouped_conv_reference
 from dflash2.ops.int16_rows import Int16Rows, int16_rows
 
@@ -35,7 +35,7 @@ def block_conv(
         return int16_rows(y) if int16 else y, after
     from dflash2.kernels import block_conv as kernel
 
-    y, scale, after = kernel.block_conv(x, base, delta, block_rows, int16, dependent_launch(x))
+    y, scale, after = kernel.block_conv(x, base, delta, block_rows, int16)
     return y if scale is None else Int16Rows(y, scale, x.dtype), after
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash2.ops.backend import Backend, choose_backend, dependent_launch
+from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.residual_norm import rms_norm
 from dflash2.ops.window_attention import PagedContext
 
@@ -84,7 +84,7 @@ def block_inputs(
     found = kernel.block_inputs(
         anchors, context.starts, context.slots, next_positions, context.rows("triton"), embedding, mask_row, frequencies,
         weight, block_rows=block_rows, vocab_size=rules.vocab_size, mask_id=rules.mask_id, eps=rules.eps,
-        embedding_scale=rules.embedding_scale, rope_scale=rules.rope_scale, any_context=rules.any_context, dtype=weight.dtype, pdl=dependent_launch(weight),
+        embedding_scale=rules.embedding_scale, rope_scale=rules.rope_scale, any_context=rules.any_context, dtype=weight.dtype,
     )  # fmt: skip
     return BlockInputs(*found)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash2.ops.backend import Backend, choose_backend, dependent_launch
+from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.int16_rows import Int16Rows
 from dflash2.ops.launch import launch_settings
 
@@ -58,7 +58,7 @@ def block_linear(
     settings = launch_settings(
         "block_linear", kernel.DEFAULTS, rows.device, **sizes, weight_bytes=weights[0].element_size()
     )
-    return kernel.block_linear(rows, x_scale, list(weights), list(scales), settings, dependent_launch(rows))
+    return kernel.block_linear(rows, x_scale, list(weights), list(scales), settings)
 
 
 def block_linear_reference(x: Tensor | Int16Rows, weights: Sequence[Tensor], scales: Scales) -> Tensor:
@@ -96,7 +96,7 @@ def gated_linear(
     settings = launch_settings(
         "gated_linear", kernel.GATED_DEFAULTS, rows.device, **sizes, weight_bytes=gate.element_size()
     )
-    return kernel.gated_linear(rows, x_scale, gate, up, list(scales), dtype, settings, dependent_launch(rows))
+    return kernel.gated_linear(rows, x_scale, gate, up, list(scales), dtype, settings)
 
 
 def gated_linear_reference(x: Tensor | Int16Rows, gate: Tensor, up: Tensor, scales: Scales) -> Tensor:
@@ -120,7 +120,9 @@ def _check(name: str, x: Tensor | Int16Rows, weights: Sequence[Tensor], scales: 
     rows, x_scale, dtype = _parts(x)
     found = f"x {list(rows.shape)} {rows.dtype}, weights {[(list(w.shape), w.dtype) for w in weights]}"
     if rows.dim() != (2 if x_scale is None else 3) or not 1 <= len(weights) <= 3 or len(scales) != len(weights):
-        raise ValueError(f"{name} got {found}: expected x [N, K], one to three weights [O, K] and a scale or None each.")
+        raise ValueError(
+            f"{name} got {found}: expected x [N, K], one to three weights [O, K] and a scale or None each."
+        )
     if any(w.dim() != 2 or w.shape[1] != rows.shape[-1] for w in weights):
         raise ValueError(f"{name} got {found}: all must have {rows.shape[-1]} columns.")
     for w, s in zip(weights, scales, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash2.ops.backend import Backend, choose_backend, dependent_launch
+from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.grouped_conv import grouped_conv_reference
 from dflash2.ops.int16_rows import Int16Rows, int16_rows
 
@@ -47,11 +47,9 @@ def residual_norm(
         return h_out, x, int16_rows(x) if int16 else None
     from dflash2.kernels import residual_norm as kernel
 
-    pdl = dependent_launch(h)
-    h_out, x, planes, scale = kernel.residual_norm(
-        h, a, bias, base, delta, weight, eps, block_rows, finite, int16 and finite is None, pdl
-    )
-    return h_out, x, None if planes is None else Int16Rows(planes, scale, x.dtype)
+    planes = int16 and finite is None
+    h_out, x, both, scale = kernel.residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite, planes)
+    return h_out, x, Int16Rows(both, scale, x.dtype) if planes else None
 
 
 def residual_norm_reference(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dflash2.ops.backend import Backend, choose_backend, dependent_launch
+from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.residual_norm import rms_norm
 from dflash2.rope import apply_rope
 
@@ -36,7 +36,7 @@ def rotary_heads(
         return rotary_heads_reference(qkv, biases, q_norm, k_norm, eps, cos, sin, heads)
     from dflash2.kernels import rotary_heads as kernel
 
-    return kernel.rotary_heads(qkv, biases, q_norm, k_norm, eps, cos, sin, *heads, dependent_launch(qkv))
+    return kernel.rotary_heads(qkv, biases, q_norm, k_norm, eps, cos, sin, *heads)
 
 
 def rotary_heads_reference(

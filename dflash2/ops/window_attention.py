@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash2.ops.backend import Backend, choose_backend, dependent_launch
+from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.launch import launch_settings
 from dflash2.ops.visibility import block_visible, context_visible
 
@@ -73,7 +73,6 @@ class PagedContext:
 
                 self._kept["rows"] = kernel.stored_rows(
                     self.tags, self.page_table, self.slots, self.starts, page_size=self.page_size, length=self.length,
-                    pdl=dependent_launch(self.starts),
                 )  # fmt: skip
             else:
                 self._kept["rows"] = stored_rows_reference(self)
@@ -149,7 +148,7 @@ def window_attention(
     settings = launch_settings("window_attention", kernel.DEFAULTS, q.device, **shape, context=context.length + 1)
     return kernel.window_attention(
         q, k, v, context_keys, context_values, context.rows("triton"), context.arrivals(requests * n * heads),
-        window=window, causal=causal, settings=settings, pdl=dependent_launch(q),
+        window=window, causal=causal, settings=settings,
     )  # fmt: skip
 
 

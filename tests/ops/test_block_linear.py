@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dflash2.ops.block_linear import block_linear, block_linear_reference, gated_linear, gated_linear_reference
-from dflash2.ops.int16_rows import int16_rows
 from dflash2.ops.int8_rows import quantize_rows
+from dflash2.ops.int16_rows import int16_rows
 from dflash2.ops.launch import override
 from dflash2.testing import assert_kernel_close
 
@@ -103,7 +103,9 @@ def test_gated(shape, dtype, int8, device):
         for w, s in ((gate64, scales64[0]), (up64, scales64[1])):
             assert w.shape == (out, inner) and s.shape == (out,)
         g, u = (x64 @ w.T * s for w, s in ((gate64, scales64[0]), (up64, scales64[1])))
-        e_g, e_u = (tolerance(x, [w], [s], e) for w, s, e in ((gate, scales[0], g), (up, scales[1], u))) if rows else (0, 0)
+        e_g, e_u = (
+            (tolerance(x, [w], [s], e) for w, s, e in ((gate, scales[0], g), (up, scales[1], u))) if rows else (0, 0)
+        )
         bound = 1.1 * e_g * u.abs() + (g.abs() + e_g) * e_u + 2 * half * (g * u).abs() + half
         assert ((y - g * torch.sigmoid(g) * u).abs() <= bound).all()
         return

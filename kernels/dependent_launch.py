@@ -1,0 +1,43 @@
+"""Kernels that start while the one before them ends (CUDA's programmatic dependent launch, from Hopper on).
+
+Such a kernel asks for the weights it will read, lets its own successor start, and waits for what its predecessors write.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Let the next kernel start, then wait until all before this one have written: nothing of theirs is read earlier."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch_rows(at, BYTES: tl.constexpr, PDL: tl.constexpr):
+    """Ask for the first BYTES behind each address ``[W, 1]``, a 128-byte line at a time: the memory stays busy while the
+    kernel before this one ends. For weights only, which no kernel writes.
+    """
+    if PDL:
+        line: tl.constexpr = 128 * 8 // at.dtype.element_ty.primitive_bitwidth
+        lines = at + (tl.arange(0, BYTES // 128) * line)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
+def dependent_launch(tensor: torch.Tensor) -> dict[str, bool]:
+    """Options of a launch whose kernel calls `wait_for_inputs(PDL)`."""
+    able = tensor.is_cuda and _capability(tensor.device.index) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
