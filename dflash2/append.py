@@ -12,7 +12,7 @@ from dflash2.capture import CapturedDrafting
 from dflash2.model import DraftNetwork
 from dflash2.ops.context_rows import context_backend, context_features, store_features
 from dflash2.ops.place_rows import accept, place_rows, plan_rows
-from dflash2.positions import host_integers, integer_ids, integers_on_device
+from dflash2.positions import host_integers, integer_ids, integers_on_device, upload
 from dflash2.prefix_store import TokenChain
 from dflash2.window_kv import WindowKV
 
@@ -54,7 +54,7 @@ def append_on_host(
             part[first - start : n]
             for part, first, start, n in zip(taps.split(counts), firsts, starts, valid, strict=True)
         ]
-        places = _upload([*zip(*ranges, strict=True), kv.distinct_slots(seqs)], kv.device)
+        places = upload([*zip(*ranges, strict=True), kv.distinct_slots(seqs)], kv.device)
         kept = sum(len(r) for r in rows)
         if kept <= CHUNK_ROWS and not any(chains) and _stores_directly(network, taps):
             _store(network, kv, taps if kept == taps.shape[0] else _joined(rows), *_requests(places), checked=False)
@@ -93,7 +93,7 @@ def append_on_device(
         valid = integers_on_device("valid_lengths", valid_lengths, len(seqs), kv.device)
     if not seqs:
         return
-    slots = _upload(kv.distinct_slots(seqs), kv.device)
+    slots = kv.distinct_slots_on_device(seqs)
     if captured is None or not captured.append(slots, taps, starts, counts, valid):
         append_rows_on_device(network, kv, slots, taps, starts, counts, valid)
     kv.advance_on_device(seqs)
@@ -150,12 +150,6 @@ def _store(
         starts, lengths, valid_lengths, slots, kv.row_pool, n, checked=checked, backend="triton"
     )
     store_features(features, positions, rows, weights, kv.keys, kv.values, backend="triton")
-
-
-def _upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """int64 on the device, in one copy that does not wait for what is queued there."""
-    host = torch.tensor(numbers, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def _requests(places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

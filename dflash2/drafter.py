@@ -31,6 +31,7 @@ from dflash2.positions import (
     is_integer,
     on_device,
     per_request,
+    upload,
 )
 from dflash2.proposal import Proposal
 from dflash2.random import Stream, uniform
@@ -388,7 +389,7 @@ class DFlash2Drafter(DraftNetwork):
         kv.check_positions("propose", seqs, starts)
         spans = [kv.span(q) for q in seqs]
         length = max((end - first for first, end in spans), default=0)
-        return torch.tensor(starts, dtype=torch.int64, device=self.device), min(length, most)
+        return upload(starts, self.device), min(length, most)
 
     def _most_context(self, kv: WindowKV) -> int:
         """Positions before a start that any layer can see."""

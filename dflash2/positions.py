@@ -19,6 +19,7 @@ __all__ = [
     "on_device",
     "per_request",
     "integer_ids",
+    "upload",
     "whole_number",
 ]
 
@@ -116,10 +117,16 @@ def host_integers(name: str, values: Sequence[int] | Tensor, count: int) -> list
     return [whole_number(name, v) for v in found]
 
 
+def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """int64 on the device, in one copy that does not wait for what is queued there."""
+    host = torch.tensor(numbers, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 def integers_on_device(name: str, values: Sequence[int] | Tensor, count: int, device: torch.device) -> Tensor:
     """int64 ``[count]`` on ``device``; host integers are checked and uploaded, device tensors are taken as they are."""
     if on_device(values) and isinstance(values, Tensor):
         if values.shape != (count,):
             raise PositionError(f"{name} has shape {list(values.shape)}: expected [{count}], one for each sequence.")
         return values.to(torch.int64)
-    return torch.tensor(host_integers(name, values, count), dtype=torch.int64, device=device)
+    return upload(host_integers(name, values, count), device)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash2.ops.backend import choose_backend
+from dflash2.ops.block_linear import block_linear
 from dflash2.ops.selector_walk import Walk, pair_scores, selector_walk
 
 __all__ = ["CandidateSelector"]
@@ -64,7 +66,7 @@ class CandidateSelector(nn.Module):
             anchors, candidates, logits, multiplier, softcap, temperature, uniforms: see `selector_walk`.
         """
         return selector_walk(
-            self.hidden_projection(hidden),
+            self._gate(hidden),
             anchors,
             candidates,
             logits,
@@ -75,3 +77,10 @@ class CandidateSelector(nn.Module):
             temperature=temperature,
             uniforms=uniforms,
         )
+
+    def _gate(self, hidden: Tensor) -> Tensor:
+        """``[R, k, r]``, in fp32 where a kernel makes it: small as this product is, it must fill the GPU."""
+        weight = self.hidden_projection.weight
+        if choose_backend("auto", hidden, weight, dots=True) == "torch":
+            return self.hidden_projection(hidden)
+        return block_linear(hidden.flatten(0, 1), [weight], [None]).sum(0).unflatten(0, hidden.shape[:2])
