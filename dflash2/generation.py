@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -16,12 +18,18 @@ from dflash2.positions import integer_ids, is_integer
 from dflash2.proposal import Proposal
 from dflash2.target import TargetRunner, misfits
 from dflash2.verification import verify
+from dflash2.width import Acceptance, AutoWidth, RoundCosts
 from dflash2.window_kv import WindowKV
 
 __all__ = ["Generation", "GenerationStats", "generate"]
 
 #: Prompt tokens per target pass: bounds the activations and taps of long prompts.
 PREFILL_TOKENS = 2048
+#: Rounds without drafts whose taps wait for the next draft: one append of many rows costs little more than of one.
+WAITING_ROUNDS = 64
+
+#: What rounds of each pair cost here, for calls to come.
+_costs: WeakKeyDictionary[DFlash2Drafter, dict[Any, RoundCosts]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -33,6 +41,7 @@ class GenerationStats:
         rounds, round_tokens: verify rounds and the tokens they produced, summed over requests.
         proposed, accepted: drafts made and drafts that stood (those cut by a stop included).
         new_tokens: tokens produced.
+        widths: verify passes by the number of drafts that they checked.
         prefill_s, decode_s: wall-clock seconds.
     """
 
@@ -42,6 +51,7 @@ class GenerationStats:
     proposed: int = 0
     accepted: int = 0
     new_tokens: int = 0
+    widths: Counter[int] = field(default_factory=Counter)
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -80,7 +90,9 @@ class _Request:
     seq: int
     position: int
     produced: list[int] = field(default_factory=list)
+    streamed: int = 0
     lengths: list[int] = field(default_factory=list)
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 @torch.no_grad()
@@ -93,7 +105,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: int | Literal["auto"] | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     seed: int | None = None,
     streamer: Any = None,
@@ -109,6 +121,7 @@ def generate(
         temperature, top_p, top_k: of the target's distribution; temperature 0 is greedy. Nothing else shapes it: what
             the target's generation config says of sampling and penalties is not read.
         num_draft_tokens: k per round, at most the trained block_size - 1, which is the default. 0: plain decoding.
+            ``"auto"``: for each round as many as pay, by measured times and recent acceptance (`dflash2.width`).
         eos_token_id: ids that end a request (kept in the output). Default: the target's generation config; ``[]`` or
             a negative id: none.
         seed: makes sampling repeatable. Drafting and verification use independent streams of it.
@@ -119,7 +132,7 @@ def generate(
         ValueError: shapes or arguments do not fit.
     """
     prompts, lengths = _right_aligned(input_ids, attention_mask, max_new_tokens)
-    k = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
+    k = drafter.config.max_draft_tokens if num_draft_tokens in (None, "auto") else num_draft_tokens
     _check_sampling(temperature, top_p, top_k, k, drafter.config.max_draft_tokens)
     if streamer is not None and len(input_ids) != 1:
         raise ValueError(f"a streamer takes one request, input_ids has {len(input_ids)}. Leave it out, or loop.")
@@ -127,10 +140,12 @@ def generate(
     _check_range(target, prompts)
     stops = _stop_ids(target, eos_token_id)
     generators = _generators(seed, input_ids.device)
-    loop = _Loop(target, drafter, stops, max_new_tokens, (temperature, top_p, top_k), k, generators, streamer)
+    width = AutoWidth(_round_costs(target, drafter)) if num_draft_tokens == "auto" else None
+    loop = _Loop(target, drafter, stops, max_new_tokens, (temperature, top_p, top_k), k, width, generators, streamer)
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    requests = loop.run(prompts, lengths)
+    with torch.inference_mode():  # a pass over one row of a 135M target: 111.4 ms, without it 115.7
+        requests = loop.run(prompts, lengths)
     if streamer is not None:
         streamer.end()
     pad = _pad_id(target, stops)
@@ -146,11 +161,13 @@ def generate(
 class _Loop:
     def __init__(
         self, target: Any, drafter: DFlash2Drafter, stops: set[int], budget: int,
-        sampling: tuple[float, float, int], k: int, generators: list[torch.Generator | None], streamer: Any,
+        sampling: tuple[float, float, int], k: int, width: AutoWidth | None,
+        generators: list[torch.Generator | None], streamer: Any,
     ):  # fmt: skip
         self.target, self.drafter, self.stops, self.budget, self.k = target, drafter, stops, budget, k
-        self.sampling, self.generators, self.streamer = sampling, generators, streamer
+        self.sampling, self.width, self.generators, self.streamer = sampling, width, generators, streamer
         self.stats = GenerationStats()
+        self.waiting: list[Tensor] = []  # taps [R, 1, T*H] of rounds without drafts, not appended yet
 
     def run(self, prompts: Tensor, lengths: list[int]) -> list[_Request]:
         """Answer all prompts: ``[R, S]``, right-aligned, of these lengths."""
@@ -167,9 +184,11 @@ class _Loop:
         logits = self._prefill(runner, kv, requests, prompts)
         first = verify(_no_drafts(len(requests), prompts.device), logits[:, -1:], *self.sampling, self.generators[1])
         live = self._commit(requests, [[t] for t in first.next_token.tolist()], runner, 0)
+        self._stream(requests[0])
         self.stats.prefill_s = time.perf_counter() - began
         while live:
             live = self._round(runner, kv, live)
+            self._stream(requests[0])
         self.stats.decode_s = time.perf_counter() - began - self.stats.prefill_s
         self.stats.count(requests)
         return requests
@@ -189,27 +208,50 @@ class _Loop:
 
     def _round(self, runner: TargetRunner, kv: WindowKV | None, live: list[_Request]) -> list[_Request]:
         """Draft, verify and commit once for every live request."""
-        k = min(self.k, max(self.budget - len(r.produced) for r in live) - 1)
-        seqs, starts = [r.seq for r in live], [r.position for r in live]
+        began, most = time.perf_counter(), min(self.k, max(self.budget - len(r.produced) for r in live) - 1)
+        k = most if self.width is None else self.width.choose([r.acceptance for r in live], most)
         anchors = torch.tensor([r.produced[-1] for r in live], device=runner.device)
         proposal = _no_drafts(len(live), runner.device)
+        if kv is not None and (k > 0 or len(self.waiting) == WAITING_ROUNDS):
+            self._append_waiting(kv, live)
+        seqs, starts = [r.seq for r in live], [r.position for r in live]
         if kv is not None and k > 0:
             proposal = self.drafter.propose(kv, seqs, anchors, starts, k, self.sampling[0], self.generators[0])
         logits, taps = runner.run(torch.cat((anchors[:, None], proposal.tokens), 1))
-        self.stats.target_passes += 1
         out = verify(proposal, logits, *self.sampling, self.generators[1])
         table = torch.cat((out.accepted[:, None], out.next_token[:, None], proposal.tokens), 1).tolist()
-        new = [[*drafts[:accepted], token] for accepted, token, *drafts in table]
-        self.stats.proposed += k * len(live)
-        self.stats.accepted += sum(row[0] for row in table)
-        if kv is not None and taps is not None:
+        accepted = [row[0] for row in table]
+        new = [[*drafts[:n], token] for n, token, *drafts in table]
+        self._count(k, accepted)
+        if taps is not None and k == 0 and self.width is not None:
+            self.waiting.append(taps)
+        elif kv is not None and taps is not None:
             self.drafter.append(kv, seqs, taps.flatten(0, 1), starts, [k + 1] * len(live), [len(t) for t in new])
         remaining = self._commit(live, new, runner, k)
-        if kv is not None:
-            for r in live:
-                if r not in remaining:
-                    kv.close(r.seq)
+        if self.width is not None:
+            self.width.observe([r.acceptance for r in live], k, accepted, time.perf_counter() - began)
+        if kv is not None and len(remaining) < len(live):
+            self._close(kv, live, remaining)
         return remaining
+
+    def _count(self, k: int, accepted: list[int]) -> None:
+        self.stats.target_passes += 1
+        self.stats.widths[k] += 1
+        self.stats.proposed += k * len(accepted)
+        self.stats.accepted += sum(accepted)
+
+    def _append_waiting(self, kv: WindowKV, live: list[_Request]) -> None:
+        """Give the drafter its context of the rounds that made no drafts."""
+        if n := len(self.waiting):
+            taps, self.waiting = torch.cat(self.waiting, 1).flatten(0, 1), []
+            self.drafter.append(kv, [r.seq for r in live], taps, [r.position - n for r in live], [n] * len(live))
+
+    def _close(self, kv: WindowKV, live: list[_Request], remaining: list[_Request]) -> None:
+        """Forget what is finished."""
+        self.waiting = [taps[[r in remaining for r in live]] for taps in self.waiting]
+        for r in live:
+            if r not in remaining:
+                kv.close(r.seq)
 
     def _commit(self, live: list[_Request], new: list[list[int]], runner: TargetRunner, k: int) -> list[_Request]:
         """Take each request's new tokens up to its stop, and drop what is finished or rejected from the cache."""
@@ -221,8 +263,6 @@ class _Loop:
             if not first:
                 r.lengths.append(len(kept))
                 r.position += len(tokens)
-            if self.streamer is not None:
-                self.streamer.put(torch.tensor(kept))
             if not done:
                 remaining.append(r)
                 drop.append(0 if first else k + 1 - len(tokens))
@@ -230,12 +270,24 @@ class _Loop:
             runner.keep([i for i, r in enumerate(live) if r in remaining], drop)
         return remaining
 
+    def _stream(self, r: _Request) -> None:
+        """The streamer's time is not the round's."""
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(r.produced[r.streamed :]))
+            r.streamed = len(r.produced)
+
     def _cut(self, tokens: list[int], left: int) -> tuple[list[int], bool]:
         tokens = tokens[:left]
         for i, t in enumerate(tokens):
             if t in self.stops:
                 return tokens[: i + 1], True
         return tokens, len(tokens) == left
+
+
+def _round_costs(target: Any, drafter: DFlash2Drafter) -> RoundCosts:
+    """What was learned of this pair, as it is now, on this device and with as many threads."""
+    setting = (ref(target), target.dtype, drafter.dtype, drafter.device, torch.get_num_threads())
+    return _costs.setdefault(drafter, {}).setdefault(setting, RoundCosts())
 
 
 def _no_drafts(requests: int, device: torch.device) -> Proposal:
@@ -269,7 +321,9 @@ def _check_sampling(temperature: float, top_p: float, top_k: int, k: int, most: 
             "top_k >= 0."
         )
     if not is_integer(k) or not 0 <= k <= most:
-        raise ConfigError(f"num_draft_tokens={k!r}: expected 0 (plain decoding) to {most}, the trained block_size - 1.")
+        raise ConfigError(
+            f"num_draft_tokens={k!r}: expected 0 (plain decoding) to {most}, the trained block_size - 1, or 'auto'."
+        )
 
 
 def _check_pair(target: Any, drafter: DFlash2Drafter) -> None:
