@@ -18,6 +18,7 @@ from dflash2.targets import EMBEDDED_TARGET
 __all__ = ["main"]
 
 FAILED = 1
+DRAFTS_HELP = "drafts per round, 0 is plain decoding; auto: as many as pay on this machine and text"
 PAIR_HELP = "a folder, a hub id like owner/name, or the name of what ships with the package (default: %(default)s)"
 EXAMPLES = """examples:
   dflash2 demo                                       answers from the embedded model, drafted and verified
@@ -29,6 +30,12 @@ EXAMPLES = """examples:
 
 exit codes: 0 done, 1 an output differed or a check failed, 2 the input was wrong (the message says what to change)
 """
+
+
+def _drafts(text: str) -> int | str:
+    if text != "auto" and not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto")
+    return text if text == "auto" else int(text)
 
 
 def _at_least_1(text: str) -> int:
@@ -67,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--prompt", action="append", help="ask this instead; may be repeated")
     demo.add_argument("--max-new-tokens", type=_at_least_1, default=128, help="per answer (default: %(default)s)")
     demo.add_argument("--repeats", type=_at_least_1, default=1, help="decode each answer so often, for steadier times")
+    demo.add_argument("--num-draft-tokens", type=_drafts, default="auto", help=f"{DRAFTS_HELP} (default: %(default)s)")
     demo.add_argument("--json", type=Path, help="write the numbers to this file")
     demo.set_defaults(run=_demo)
 
@@ -77,7 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--system", help="system turn of the chat template")
     generate.add_argument("--raw", action="store_true", help="no chat template: continue the text as it is")
     generate.add_argument("--max-new-tokens", type=_at_least_1, default=256, help="budget (default: %(default)s)")
-    generate.add_argument("--num-draft-tokens", type=int, help="drafts per round (default: all the block has room for)")
+    generate.add_argument(
+        "--num-draft-tokens",
+        type=_drafts,
+        help=f"{DRAFTS_HELP} (default: auto; with --seed all the block has room for, since auto goes by the clock)",
+    )
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-p", type=float, default=1.0, help="of the target's distribution (default: off)")
     generate.add_argument("--top-k", type=int, default=0, help="of the target's distribution (default: off)")
@@ -120,7 +132,8 @@ def _demo(args: argparse.Namespace) -> int:
         raise dflash2.ConfigError(f"--json {args.json}: there is no such folder to write to. Make it first.")
     pair = load_pair(args.target, args.drafter, args.device, args.dtype)
     prompts = [(f"prompt {i + 1}", p) for i, p in enumerate(args.prompt or [])] or PROMPTS
-    return 0 if run_demo(*pair, prompts, args.max_new_tokens, args.repeats, args.json) else FAILED
+    same = run_demo(*pair, prompts, args.max_new_tokens, args.repeats, args.num_draft_tokens, args.json)
+    return 0 if same else FAILED
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -151,15 +164,19 @@ def _generate(args: argparse.Namespace) -> int:
     target, tokenizer, drafter = load_pair(args.target, args.drafter, args.device, args.dtype)
     ids = torch.tensor([prompt_ids(tokenizer, prompt, args.system, args.raw)], device=drafter.device)
     streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    drafts = args.num_draft_tokens
+    if drafts is None and args.seed is None:
+        drafts = "auto"
     out = dflash2.generate(
         target, drafter, ids, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
-        top_k=args.top_k, num_draft_tokens=args.num_draft_tokens, seed=args.seed, streamer=streamer,
+        top_k=args.top_k, num_draft_tokens=drafts, seed=args.seed, streamer=streamer,
     )  # fmt: skip
     s = out.stats
     numbers = {
         "new_tokens": s.new_tokens,
         "target_passes": s.target_passes,
         "acceptance_length": round(s.acceptance_length, 3),
+        "drafts_per_pass": round(s.drafts_per_pass, 3),
         "prefill_s": round(s.prefill_s, 3),
         "decode_tokens_per_s": round((s.new_tokens - 1) / s.decode_s, 2) if s.decode_s else None,
     }

@@ -56,6 +56,11 @@ class GenerationStats:
     decode_s: float = 0.0
 
     @property
+    def drafts_per_pass(self) -> float:
+        """Mean width of a verify pass; 0 when there was none."""
+        return sum(k * n for k, n in self.widths.items()) / max(self.widths.total(), 1)
+
+    @property
     def acceptance_length(self) -> float:
         """Tokens per verify round, bonus included; 0 when there was none."""
         return self.round_tokens / self.rounds if self.rounds else 0.0
@@ -124,7 +129,8 @@ def generate(
             ``"auto"``: for each round as many as pay, by measured times and recent acceptance (`dflash2.width`).
         eos_token_id: ids that end a request (kept in the output). Default: the target's generation config; ``[]`` or
             a negative id: none.
-        seed: makes sampling repeatable. Drafting and verification use independent streams of it.
+        seed: makes sampling repeatable. Drafting and verification use independent streams of it. Not with ``"auto"``,
+            whose widths, and so the use of the random numbers, depend on the clock.
         streamer: a Transformers streamer (``put``, ``end``); one request only.
 
     Raises:
@@ -134,6 +140,11 @@ def generate(
     prompts, lengths = _right_aligned(input_ids, attention_mask, max_new_tokens)
     k = drafter.config.max_draft_tokens if num_draft_tokens in (None, "auto") else num_draft_tokens
     _check_sampling(temperature, top_p, top_k, k, drafter.config.max_draft_tokens)
+    if num_draft_tokens == "auto" and seed is not None and temperature > 0:
+        raise ValueError(
+            f"seed={seed} with num_draft_tokens='auto': its widths depend on the clock, so no seed makes sampling "
+            "repeatable. Give a number of drafts, or leave the seed out."
+        )
     if streamer is not None and len(input_ids) != 1:
         raise ValueError(f"a streamer takes one request, input_ids has {len(input_ids)}. Leave it out, or loop.")
     _check_pair(target, drafter)
