@@ -148,6 +148,17 @@ def test_dense_in_the_weights_dtype(dtype):
     assert as_lm_head(w.float()).logits(x, V).dtype == torch.float32
 
 
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 17])
+def test_dense_product_of_few_and_many_rows(rows):
+    """Either order of the factors: sums of 16 products of fp32, against fp64."""
+    weight, hidden = torch.randn(50, 16), torch.randn(rows, 16)
+    logits = as_lm_head(weight).logits(hidden, 47)
+    assert logits.shape == (rows, 47)
+    assert logits.is_contiguous()
+    exact, sizes = hidden.double() @ weight[:47].double().T, hidden.abs().double() @ weight[:47].abs().double().T
+    assert bool(((logits - exact).abs() <= 16 * torch.finfo(torch.float32).eps * sizes).all())
+
+
 @pytest.mark.parametrize(
     "zero", [lambda: torch.zeros(V, H), lambda: linear(torch.zeros(V, H)), lambda: embedding(torch.zeros(V, H))]
 )
