@@ -57,27 +57,27 @@ def fused_pass(
     inputs = block_inputs(
         anchors, kv.row_pool.next, context, embedding, mask_row, first.weight, frequencies, n, rules, backend=backend
     )
-    # int8 weights take their rows as integers, made where the rows are; the first ones are made on the way.
+    # int8 weights multiply rows as integers. Most make them on the way; the largest find them ready.
     int16 = isinstance(layers[0].mlp.gate_proj, Int8Linear) and c.hidden_size % GROUP == 0
-    h, x, x16 = inputs.h, inputs.x, None
+    h, x = inputs.h, inputs.x
     norms = [*[layer.input_layernorm for layer in layers[1:]], network.norm]
     for i, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
-        y, after = _before(layer.attention_conv, x, x16, n, int16, backend)
+        y, after = _before(layer.attention_conv, x, n, False, backend)
         a = _attend(layer, y, inputs, kv.keys[i], kv.values[i], context, n, backend)
         norm, bias = layer.post_attention_layernorm, layer.self_attn.o_proj.bias
-        h, x, x16 = _after(layer.attention_conv, h, a, bias, after, norm, n, None, int16, backend)
-        y, after = _before(layer.mlp_conv, x, x16, n, int16, backend)
+        h, x = _after(layer.attention_conv, h, a, bias, after, norm, n, None, backend)
+        y, after = _before(layer.mlp_conv, x, n, int16, backend)
         gate, up = layer.mlp.gate_proj, layer.mlp.up_proj
         y = gated_linear(y, gate.weight, up.weight, (_scale(gate), _scale(up)), backend=backend)
         a = _linear(y, layer.mlp.down_proj, backend=backend)
         finite = inputs.valid if i + 1 == len(layers) else None
-        h, x, x16 = _after(layer.mlp_conv, h, a, None, after, next_norm, n, finite, int16, backend)
+        h, x = _after(layer.mlp_conv, h, a, None, after, next_norm, n, finite, backend)
     return x.view(len(anchors), n - 1, x.shape[-1]), inputs.valid > 0
 
 
 def _attend(
-    layer: DraftLayer, x: Tensor | Int16Rows, inputs: BlockInputs, keys: Tensor, values: Tensor, context: PagedContext, n: int,
-    backend: Backend,
+    layer: DraftLayer, x: Tensor | Int16Rows, inputs: BlockInputs, keys: Tensor, values: Tensor, context: PagedContext,
+    n: int, backend: Backend,
 ) -> Tensor:  # fmt: skip
     at = layer.self_attn
     biases = None if at.q_proj.bias is None else (at.q_proj.bias, at.k_proj.bias, at.v_proj.bias)
@@ -96,22 +96,20 @@ def _attend(
 
 
 def _before(
-    conv: GroupedConv | None, x: Tensor, x16: Int16Rows | None, n: int, int16: bool, backend: Backend
+    conv: GroupedConv | None, x: Tensor, n: int, int16: bool, backend: Backend
 ) -> tuple[Tensor | Int16Rows, Tensor | None]:
-    rows = x if x16 is None else x16
     if conv is None:
-        return rows, None
-    delta = _linear(rows, conv.kernel_projection, backend=backend)
+        return x, None
+    delta = _linear(x, conv.kernel_projection, backend=backend)
     return block_conv(x, conv.base_kernel[0], delta, n, int16=int16, backend=backend)
 
 
 def _after(
     conv: GroupedConv | None, h: Tensor, a: Tensor, bias: Tensor | None, delta: Tensor | None, norm: RMSNorm, n: int,
-    finite: Tensor | None, int16: bool, backend: Backend,
-) -> tuple[Tensor, Tensor, Int16Rows | None]:  # fmt: skip
+    finite: Tensor | None, backend: Backend,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     base = None if conv is None else conv.base_kernel[1]
-    weight, eps = norm.weight, norm.eps
-    return residual_norm(h, a, bias, base, delta, weight, eps, n, finite, int16=int16, backend=backend)
+    return residual_norm(h, a, bias, base, delta, norm.weight, norm.eps, n, finite, backend=backend)
 
 
 def _linear(x: Tensor | Int16Rows, *linears: Any, backend: Backend) -> Tensor:

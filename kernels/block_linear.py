@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
-from .int16_rows import GROUP, int16_planes
+from .int16_rows import GROUP, dot_int8, dot_planes
 
 DEFAULTS = {
     "BLOCK_O": 64,
@@ -45,15 +45,6 @@ def _dot(x, w, total, WEIGHTS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _dot_int8(hi_lo, scale, w, total):
-    """``total [O, R] += w [O, K] . x^T``: whole numbers on the integer tensor cores, so no weight is converted."""
-    sums = tl.dot(w, tl.trans(hi_lo), out_dtype=tl.int32)
-    sums = tl.permute(tl.reshape(sums, [w.shape[0], 2, hi_lo.shape[0] // 2]), (0, 2, 1))
-    hi, lo = tl.split(sums)
-    return total + (hi.to(tl.float32) * 256.0 + lo.to(tl.float32)) * scale[None, :]
-
-
-@triton.jit
 def _sums(
     x_ptr, x_scale_ptr, w_at, row0, rows, inner, begin, end,
     INT8: tl.constexpr, PLANES: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -84,11 +75,9 @@ def _sums(
             x = tl.load(x_at + k, mask=inside & (k < end), other=0)
         if PLANES:
             scale = tl.load(x_scale_at + k0 // GROUP, mask=row < rows, other=0.0)
-            total = _dot_int8(x, scale, w, total)
+            total = dot_planes(x, scale, w, total)
         elif INT8:
-            hi, lo, scale = int16_planes(x.to(tl.float32))
-            hi_lo = tl.reshape(tl.permute(tl.join(hi, lo), (2, 0, 1)), [2 * BLOCK_R, BLOCK_K])
-            total = _dot_int8(hi_lo, scale, w, total)
+            total = dot_int8(x, w, total)
         else:
             total = _dot(x, w, total, WEIGHTS_FIRST)
     if WEIGHTS_FIRST:

@@ -29,3 +29,20 @@ def store_int16_row(x, channel, inside, hi_at, lo_at, scale_at, TILE: tl.constex
     tl.store(lo_at + channel, tl.reshape(lo, [TILE]), mask=inside)
     group = tl.min(channel, 0) // GROUP + tl.arange(0, GROUPS)
     tl.store(scale_at + group, scale, mask=group * GROUP <= tl.max(tl.where(inside, channel, 0), 0))
+
+
+@triton.jit
+def dot_planes(hi_lo, scale, w, total):
+    """``total [O, R] += w [O, K] . x^T`` of rows in planes ``[2 R, K]``: whole numbers, so no weight is converted."""
+    sums = tl.dot(w, tl.trans(hi_lo), out_dtype=tl.int32)
+    sums = tl.permute(tl.reshape(sums, [w.shape[0], 2, hi_lo.shape[0] // 2]), (0, 2, 1))
+    hi, lo = tl.split(sums)
+    return total + (hi.to(tl.float32) * 256.0 + lo.to(tl.float32)) * scale[None, :]
+
+
+@triton.jit
+def dot_int8(x, w, total):
+    """The same for rows ``x [R, K]`` in floating point: all K are one group."""
+    hi, lo, scale = int16_planes(x.to(tl.float32))
+    hi_lo = tl.reshape(tl.permute(tl.join(hi, lo), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
+    return dot_planes(hi_lo, scale, w, total)

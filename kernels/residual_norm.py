@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .int16_rows import GROUP, store_int16_row
 
 
 @triton.jit
@@ -19,21 +18,19 @@ def load_sum(ptr, at, plane, mask, SPLIT: tl.constexpr):
 
 @triton.jit
 def store_normed(h, weight_ptr, x_at, channel, inside, hidden, eps):
-    """RMSNorm of ``h [TILE]`` (fp32 holding rounded values), rounded before and after the weight as in torch; returned."""
+    """RMSNorm of ``h [TILE]`` (fp32 holding rounded values), rounded before and after the weight as in torch."""
     dtype = x_at.dtype.element_ty
     y = h * tl.rsqrt(tl.sum(h * h, 0) / hidden + eps)
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    x = (weight * y.to(dtype).to(tl.float32)).to(dtype)
-    tl.store(x_at + channel, x, mask=inside)
-    return x.to(tl.float32)
+    tl.store(x_at + channel, (weight * y.to(dtype).to(tl.float32)).to(dtype), mask=inside)
 
 
 @triton.jit
 def _residual_norm_kernel(
-    h_ptr, a_ptr, bias_ptr, base_ptr, delta_ptr, weight_ptr, h_out_ptr, x_ptr, finite_ptr, planes_ptr, scale_ptr,
+    h_ptr, a_ptr, bias_ptr, base_ptr, delta_ptr, weight_ptr, h_out_ptr, x_ptr, finite_ptr,
     rows, block_rows, hidden, groups, eps,
-    SPLIT: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, PLANES: tl.constexpr,
-    PDL: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, TILE)
@@ -68,33 +65,23 @@ def _residual_norm_kernel(
             tl.store(finite_ptr + block, 0)
     else:
         tl.store(h_out_ptr + row * hidden + channel, h.to(dtype), mask=inside)
-        x = store_normed(h, weight_ptr, x_ptr + row * hidden, channel, inside, hidden, eps)
-        if PLANES:
-            hi_at = planes_ptr + row * hidden
-            store_int16_row(x, channel, inside, hi_at, hi_at + plane, scale_ptr + row * (hidden // GROUP), TILE)
+        store_normed(h, weight_ptr, x_ptr + row * hidden, channel, inside, hidden, eps)
 
 
-def residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite, planes):
-    """Launch; shapes as in `dflash2.ops.residual_norm`, checked there.
-
-    With ``finite`` only the normed rows 1.. return; with ``planes`` their `Int16Rows` planes and scales too, else None.
-    """
+def residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite):
+    """Launch; shapes as in `dflash2.ops.residual_norm`, checked there. With ``finite`` only the normed rows 1.. return."""
     split, rows, hidden = a.shape
     taps = 0 if base is None else base.shape[0]
     last = finite is not None
     h_out = h if last else torch.empty_like(h)
     x = torch.empty(rows - rows // block_rows if last else rows, hidden, dtype=h.dtype, device=h.device)
-    both = scale = None
-    if planes:
-        both = torch.empty(2, rows, hidden, dtype=torch.int8, device=h.device)
-        scale = torch.empty(rows, hidden // GROUP.value, dtype=torch.float32, device=h.device)
     if rows == 0:
-        return h_out, x, both, scale
+        return h_out, x
     tile = triton.next_power_of_2(hidden)
     _residual_norm_kernel[(rows,)](
         h, a, h if bias is None else bias, h if base is None else base, h if delta is None else delta, weight, h_out, x,
-        finite if last else h, both if planes else h, scale if planes else h, rows, block_rows, hidden, 1 if delta is None else delta.shape[-1], eps,
-        SPLIT=split, TAPS=taps, BIAS=bias is not None, LAST=last, PLANES=planes, TILE=tile,
-        num_warps=max(1, min(16, tile // 256)), **dependent_launch(h),
+        finite if last else h, rows, block_rows, hidden, 1 if delta is None else delta.shape[-1], eps,
+        SPLIT=split, TAPS=taps, BIAS=bias is not None, LAST=last, TILE=tile, num_warps=max(1, min(16, tile // 256)),
+        **dependent_launch(h),
     )  # fmt: skip
-    return h_out, x, both, scale
+    return h_out, x

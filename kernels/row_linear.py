@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
+from .int16_rows import GROUP, dot_int8
 
 #: For few rows, bound by reading the weights. GATHER 1 sums the spans inside a program.
 DEFAULTS = {"BLOCK_O": 64, "BLOCK_R": 16, "BLOCK_K": 128, "GATHER": 0, "num_warps": 4, "num_stages": 4}
@@ -59,7 +60,10 @@ def _span_sum(
         else:
             inside = at + k < end
             weight, x = tl.load(weight_at + at + k, mask=inside, other=0), tl.load(x_at + at + k, mask=inside, other=0)
-        total = tl.dot(weight.to(x.dtype), tl.trans(x), total, input_precision="ieee")
+        if weight.dtype == tl.int8:
+            total = dot_int8(x, weight, total)
+        else:
+            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
     return total
 
 
@@ -129,7 +133,7 @@ def span_sums(
     rows, inputs = x.shape
     matrices, outputs, int8 = table or (1, weight.shape[0], weight.dtype == torch.int8)
     span = span_length(matrices * outputs, inputs)
-    s = _fitted(settings, x, outputs)
+    s = _fitted(settings, x, outputs, int8)
     spans = 1 if s["GATHER"] else triton.cdiv(inputs, span)
     sums = torch.empty(spans, rows, matrices * outputs, dtype=torch.float32, device=x.device)
     if sums.numel() == 0:
@@ -157,10 +161,18 @@ def finish(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) ->
     return y
 
 
-def _fitted(settings: dict[str, int], x: torch.Tensor, outputs: int) -> dict[str, int]:
+def _fitted(settings: dict[str, int], x: torch.Tensor, outputs: int, int8: bool) -> dict[str, int]:
     """Tiles no larger than the problem. fp32 has no tensor core of full precision: small tiles, kept in registers."""
     s = dict(settings)
-    if x.dtype == torch.float32:
+    if int8:
+        # Rows become integers in groups of BLOCK_K: one size, or settings would change bits. Planes count twice.
+        s |= {
+            "BLOCK_O": min(s["BLOCK_O"], 128),
+            "BLOCK_R": min(s["BLOCK_R"], 32),
+            "BLOCK_K": GROUP.value,
+            "num_warps": 4,
+        }
+    elif x.dtype == torch.float32:
         s |= {"BLOCK_O": min(s["BLOCK_O"], 64), "BLOCK_R": min(s["BLOCK_R"], 32), "BLOCK_K": 32, "num_warps": 4}
     s["BLOCK_O"] = min(s["BLOCK_O"], max(64, triton.next_power_of_2(outputs)))
     return s

@@ -47,11 +47,12 @@ def _shape(raw, multiplier, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _draw(q, uniform, choice):
+    """One entry of each row of ``q [E, C]`` by its ``uniform [E]``; ``choice [1, C]``."""
     # A parallel sum may go down by a rounding where q is 0, so only what has probability is looked at.
-    below = tl.cumsum(q.to(tl.float64), 0)
-    reached = (q > 0) & (below > uniform * tl.max(below, 0))
-    last = tl.max(tl.where(q > 0, choice, 0), 0)
-    return tl.min(tl.where(reached, choice, last), 0)
+    below = tl.cumsum(q.to(tl.float64), 1)
+    reached = (q > 0) & (below > (uniform * tl.max(below, 1))[:, None])
+    last = tl.max(tl.where(q > 0, choice, 0), 1)
+    return tl.min(tl.where(reached, choice, last[:, None]), 1)
 
 
 @triton.jit
@@ -115,22 +116,30 @@ def _selector_walk_kernel(
     scores = tl.where(slot[:, None, :] < C, _finite(scores + unary[:, None, :]), -float("inf"))
     scores = tl.reshape(scores, [ROWS * SLOTS, SLOTS])
 
-    edge = tl.arange(0, ROWS * SLOTS)[:, None]
-    choice = tl.arange(0, SLOTS)
+    # Every edge's successor at once; the walk is then a chain of lookups.
+    best = tl.argmax(scores, 1)
+    if SAMPLED:
+        temperature = tl.load(temperature_ptr + request * temperature_stride)
+        greedy = temperature <= 0
+        choice = tl.arange(0, SLOTS)[None, :]
+        q = tl.exp(tl.div_rn(scores - tl.max(scores, 1)[:, None], tl.where(greedy, 1.0, temperature)))
+        q = tl.where(greedy, (choice == best[:, None]).to(tl.float32), tl.div_rn(q, tl.sum(q, 1)[:, None]))
+        step = tl.arange(0, ROWS * SLOTS) // SLOTS
+        uniform = tl.load(uniforms_ptr + request * K + step, mask=step < K, other=0.0)
+        best = tl.where(greedy, best, _draw(q, uniform, choice))
+    edge, steps = tl.arange(0, ROWS * SLOTS), tl.arange(0, ROWS)
+    walked = tl.zeros([ROWS], tl.int32)
     chosen = 0
-    for i in range(K):
-        step = tl.sum(tl.where(edge == i * SLOTS + chosen, scores, 0.0), 0)
-        here = request * K + i
-        chosen = tl.argmax(step, 0)
+    for i in tl.static_range(K):
+        here = edge == i * SLOTS + chosen
         if SAMPLED:
-            temperature = tl.load(temperature_ptr + request * temperature_stride)
-            greedy = temperature <= 0
-            q = tl.exp(tl.div_rn(step - tl.max(step, 0), tl.where(greedy, 1.0, temperature)))
-            q = tl.where(greedy, (choice == chosen).to(tl.float32), tl.div_rn(q, tl.sum(q, 0)))
-            tl.store(q_ptr + here * C + choice, q, mask=choice < C)
-            chosen = tl.where(greedy, chosen, _draw(q, tl.load(uniforms_ptr + here), choice))
-        tl.store(index_ptr + here, chosen.to(tl.int64))
-        tl.store(tokens_ptr + here, tl.load(candidates_ptr + here * C + chosen))
+            taken = tl.sum(tl.where(here[:, None], q, 0.0), 0)
+            tl.store(q_ptr + (request * K + i) * C + tl.arange(0, SLOTS), taken, mask=tl.arange(0, SLOTS) < C)
+        chosen = tl.sum(tl.where(here, best, 0), 0)
+        walked = tl.where(steps == i, chosen, walked)
+    at = request * K + steps
+    tl.store(index_ptr + at, walked.to(tl.int64), mask=steps < K)
+    tl.store(tokens_ptr + at, tl.load(candidates_ptr + at * C + walked, mask=steps < K, other=0), mask=steps < K)
 
 
 def fits(k: int, count: int) -> bool:

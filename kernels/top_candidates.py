@@ -70,6 +70,14 @@ def collect(
     tl.store(lengths_ptr + lists, length)
 
 
+@triton.jit
+def _best_keys(lists_ptr, lengths_at, tile, tiles, SLOTS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The SLOTS best of the first keys of some tiles."""
+    length = tl.load(lengths_at + tile, mask=tile < tiles, other=0)
+    best = tl.load(lists_ptr + tile.to(tl.int64) * (SLOTS * BLOCK_R), mask=length > 0, other=LOWEST_KEY)
+    return tl.topk(best, SLOTS)
+
+
 @triton.jit(do_not_specialize=["tiles", "count", "first_id"])
 def _select_kernel(
     lists_ptr, lengths_ptr, ids_ptr, values_ptr, tiles, count, first_id,
@@ -80,12 +88,10 @@ def _select_kernel(
     row = tl.program_id(0).to(tl.int64)
     lengths_at = lengths_ptr + row // BLOCK_R * tiles
     lists_ptr += row // BLOCK_R * tiles * (SLOTS * BLOCK_R) + row % BLOCK_R
-    top = tl.full([SLOTS], LOWEST_KEY, tl.int64)
-    for start in range(0, tiles, TILES):
-        tile = start + tl.arange(0, TILES)
-        length = tl.load(lengths_at + tile, mask=tile < tiles, other=0)
-        best = tl.load(lists_ptr + tile.to(tl.int64) * (SLOTS * BLOCK_R), mask=length > 0, other=LOWEST_KEY)
-        top = tl.topk(tl.reshape(tl.join(top, tl.topk(best, SLOTS)), [2 * SLOTS]), SLOTS)
+    top = _best_keys(lists_ptr, lengths_at, tl.arange(0, TILES), tiles, SLOTS, BLOCK_R)
+    for start in range(TILES, tiles, TILES):
+        more = _best_keys(lists_ptr, lengths_at, start + tl.arange(0, TILES), tiles, SLOTS, BLOCK_R)
+        top = tl.topk(tl.reshape(tl.join(top, more), [2 * SLOTS]), SLOTS)
     tile = _token(top) // BLOCK_V
     length = tl.load(lengths_at + tile, mask=top > LOWEST_KEY, other=0)
     slot = tl.arange(0, SLOTS)

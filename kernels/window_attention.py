@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .block_linear import prefetch_rows
-from .dependent_launch import dependent_launch, wait_for_inputs
+from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
 
 DEFAULTS = {"tile": 64, "programs_per_sm": 1, "max_splits": 8, "num_warps": 4, "num_stages": 3}
 CANDIDATES = [
@@ -61,9 +60,9 @@ def _prefetch(
     """
     for at in tl.static_range(0, PREFETCH, TILE):
         row = tl.load(rows_ptr + column + at, mask=column + at < end, other=0, cache_modifier=".cg")
-        row = tl.minimum(tl.maximum(row, 0), last_row)
-        prefetch_rows(keys_ptr, row, keys_stride, channel, TILE, LINES * 128)
-        prefetch_rows(values_ptr, row, values_stride, channel, TILE, LINES * 128)
+        row = tl.minimum(tl.maximum(row, 0), last_row).to(tl.int64)[:, None]
+        prefetch_rows(keys_ptr + row * keys_stride + channel, LINES * 128, True)
+        prefetch_rows(values_ptr + row * values_stride + channel, LINES * 128, True)
 
 
 @triton.jit

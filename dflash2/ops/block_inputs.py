@@ -1,4 +1,4 @@
-"""What the draft layers start from: embedded rows, their first norm, their rotation, and whether drafting makes sense."""
+"""What the draft layers start from: embedded rows, their norm and rotation, and whether drafting makes sense."""
 
 from __future__ import annotations
 
@@ -82,9 +82,10 @@ def block_inputs(
     from dflash2.kernels import block_inputs as kernel
 
     found = kernel.block_inputs(
-        anchors, context.starts, context.slots, next_positions, context.rows("triton"), embedding, mask_row, frequencies,
-        weight, block_rows=block_rows, vocab_size=rules.vocab_size, mask_id=rules.mask_id, eps=rules.eps,
-        embedding_scale=rules.embedding_scale, rope_scale=rules.rope_scale, any_context=rules.any_context, dtype=weight.dtype,
+        anchors, context.starts, context.slots, next_positions, context.rows("triton"), embedding, mask_row,
+        frequencies, weight, block_rows=block_rows, vocab_size=rules.vocab_size, mask_id=rules.mask_id, eps=rules.eps,
+        embedding_scale=rules.embedding_scale, rope_scale=rules.rope_scale, any_context=rules.any_context,
+        dtype=weight.dtype,
     )  # fmt: skip
     return BlockInputs(*found)
 

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.grouped_conv import grouped_conv_reference
-from dflash2.ops.int16_rows import Int16Rows, int16_rows
 
 __all__ = ["residual_norm", "residual_norm_reference", "rms_norm"]
 
 
 def residual_norm(
     h: Tensor, a: Tensor, bias: Tensor | None, base: Tensor | None, delta: Tensor | None, weight: Tensor, eps: float,
-    block_rows: int, finite: Tensor | None = None, *, int16: bool = False, backend: Backend = "auto",
-) -> tuple[Tensor, Tensor, Int16Rows | None]:  # fmt: skip
+    block_rows: int, finite: Tensor | None = None, *, backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add a sublayer's convolved output to the residual stream, and norm it.
 
     Args:
@@ -33,23 +32,18 @@ def residual_norm(
         block_rows: n, rows of a block; nothing crosses into another block.
         finite: int32 ``[N/n]`` for the last norm of the network: set to 0 where a block holds NaN or infinity, else
             left as it is. Then rows 1.. of each block are normed alone, and h' is not written.
-        int16: return x as `Int16Rows` too; H is a multiple of its group.
 
     Returns:
-        h' and x, each ``[N, H]`` in h's dtype; with ``finite`` h itself and x ``[N - N/n, H]``. And x as integers, or
-        None.
+        h' and x, each ``[N, H]`` in h's dtype; with ``finite`` h itself and x ``[N - N/n, H]``.
 
     Raises:
         ValueError: the backend cannot run here.
     """
     if choose_backend(backend, h, weight) == "torch":
-        h_out, x = residual_norm_reference(h, a, bias, base, delta, weight, eps, block_rows, finite)
-        return h_out, x, int16_rows(x) if int16 else None
+        return residual_norm_reference(h, a, bias, base, delta, weight, eps, block_rows, finite)
     from dflash2.kernels import residual_norm as kernel
 
-    planes = int16 and finite is None
-    h_out, x, both, scale = kernel.residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite, planes)
-    return h_out, x, Int16Rows(both, scale, x.dtype) if planes else None
+    return kernel.residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite)
 
 
 def residual_norm_reference(

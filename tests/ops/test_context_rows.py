@@ -116,7 +116,13 @@ def hold_to_the_definition(shape, n, dtype, device, **kind):
     actual = project_rows(taps, positions, w, backend="triton")
     reference = project_rows(taps, positions, w, backend="torch")
     for found, expected, exact in zip(actual, reference, formula(taps, positions, w), strict=True):
-        assert_kernel_close(found, expected, exact)
+        if kind.get("int8"):
+            # The kernels take rows as 16-bit integers: 2^-16 of a group's largest value, in each of two products, which
+            # a norm in between may magnify for rows that are nearly zero.
+            scale = exact.abs().amax().clamp_min(1e-30) if exact.numel() else 1.0
+            assert (((found.double() - exact) / scale).abs() < 2**-10 + 4 * torch.finfo(dtype).eps).all()
+        else:
+            assert_kernel_close(found, expected, exact, terms=shape[1])
 
 
 def hold_to_the_same_bits(shape, n, splits, dtype, device, **kind):

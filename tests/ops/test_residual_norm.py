@@ -52,7 +52,7 @@ def test_residual_norm(shape, bias, conv, device):
     )
     expected = by_hand(h, a, b, base, delta, weight, n)
     for found in (
-        residual_norm(h, a, b, base, delta, weight, EPS, n, backend="triton")[:2],
+        residual_norm(h, a, b, base, delta, weight, EPS, n, backend="triton"),
         residual_norm_reference(h, a, b, base, delta, weight, EPS, n),
     ):
         for x, exact in zip(found, expected, strict=True):
@@ -68,7 +68,7 @@ def test_last_norm_drops_row_0_and_finds_what_is_not_finite(bad, device):
     weight, finite = torch.ones(hidden, device=device), torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
     if bad is not None:
         h[n * 1, 5] = bad  # row 0 of block 1
-    out, x, _ = residual_norm(h, a, None, None, None, weight, EPS, n, finite, backend="triton")
+    out, x = residual_norm(h, a, None, None, None, weight, EPS, n, finite, backend="triton")
     assert out is h
     assert x.shape == (blocks * (n - 1), hidden)
     assert finite.tolist() == [1, int(bad is None), 0]
@@ -101,18 +101,16 @@ def test_block_conv(shape, dtype, device):
 @pytest.mark.parametrize("device", TRITON)
 @pytest.mark.parametrize("hidden", [128, 384, 1152])  # one tile and several, with and without a tail
 def test_rows_as_integers_are_those_of_the_definition(hidden, device):
-    h, a = normal(6, hidden, device=device), normal(2, 6, hidden, device=device)
-    _, x, rows = residual_norm(h, a, None, None, None, h[0], EPS, 3, int16=True, backend="triton")
-    base, delta = normal(2, hidden, device=device), normal(1, 6, 4 * hidden // 64, device=device)
-    convolved, _ = block_conv(x, base, delta, 3, int16=True, backend="triton")
+    x, base = normal(6, hidden, device=device), normal(2, hidden, device=device)
+    delta = normal(1, 6, 4 * hidden // 64, device=device)
+    rows, _ = block_conv(x, base, delta, 3, int16=True, backend="triton")
     y, _ = block_conv(x, base, delta, 3, backend="triton")
-    for found, exact in ((rows, x), (convolved, y)):
-        largest = exact.unflatten(1, (-1, 128)).abs().amax(-1)
-        torch.testing.assert_close(found.scale, largest / 32639, rtol=1e-6, atol=0)
-        step = found.scale.repeat_interleave(128, 1)
-        assert ((found.float() - exact).abs() <= 0.502 * step).all()
-        # The integers of the kernel and of torch may differ by one where a value lies in the middle of two.
-        assert ((found.float() - int16_rows(exact).float()).abs() <= 1.01 * step).all()
+    largest = y.unflatten(1, (-1, 128)).abs().amax(-1)
+    torch.testing.assert_close(rows.scale, largest / 32639, rtol=1e-6, atol=0)
+    step = rows.scale.repeat_interleave(128, 1)
+    assert ((rows.float() - y).abs() <= 0.51 * step).all()
+    # The integers of the kernel and of torch may differ by one where a value lies in the middle of two.
+    assert ((rows.float() - int16_rows(y).float()).abs() <= 1.01 * step).all()
 
 
 @pytest.mark.parametrize("device", TRITON)
