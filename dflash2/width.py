@@ -30,8 +30,9 @@ POSITION_WEIGHT = 30.0
 #: What a past round counts after one more round with drafts, or without: the text has moved on.
 MEMORY, IDLE_MEMORY = 0.95, 0.97
 
-#: Drafts may have cost, beyond what they saved, so many plain rounds and this share of the time since the start.
-STAKE_ROUNDS, STAKE_SHARE = 2.5, 0.01
+#: What drafts may cost beyond what they save: so many plain rounds, and this share of the time since the start. Two
+#: rounds let a request whose first draft falls try another; with less, good ones were given up for one bad start.
+STAKE_ROUNDS, STAKE_SHARE = 2.0, 0.005
 
 
 class RoundCosts:
@@ -106,8 +107,8 @@ class AutoWidth:
     """Chooses one width after another for a batch of requests.
 
     Drafting that does not pay ends by itself, and starts again when it may pay: idle rounds let the memory of bad
-    rounds fade. What a run of bad luck can cost is bounded: once drafts have cost ``STAKE_ROUNDS`` plain rounds and
-    ``STAKE_SHARE`` of the time more than they saved, none are made until that share has grown.
+    rounds fade. What bad luck can cost is bounded: no width is taken whose failure would make the drafts cost, in all,
+    more than ``STAKE_ROUNDS`` plain rounds and ``STAKE_SHARE`` of the time beyond what they saved.
 
     Args:
         costs: of the pair's rounds, shared between calls.
@@ -125,9 +126,9 @@ class AutoWidth:
             return wanted
         cost = [self.costs.seconds(n, k) for k in range(most + 1)]
         tokens = [sum(column) / n for column in zip(*(r.tokens(most) for r in requests), strict=True)]
-        best = max(range(most + 1), key=lambda k: tokens[k] / cost[k])
         stake = self._saved_s + STAKE_ROUNDS * cost[0] + STAKE_SHARE * self._elapsed_s
-        return best if cost[best] - cost[0] <= stake else 0
+        affordable = [k for k in range(most + 1) if k == 0 or cost[k] - cost[0] <= stake]
+        return max(affordable, key=lambda k: tokens[k] / cost[k])
 
     def observe(self, requests: Sequence[Acceptance], drafts: int, accepted: Sequence[int], seconds: float) -> None:
         """What became of a round: for each request the drafts that stood, and the seconds all of it took."""

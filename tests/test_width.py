@@ -185,7 +185,7 @@ def test_drafting_begins_again_when_it_pays():
     idle = len(widths) - 1 - widths[::-1].index(0)
     assert sum(k > 0 for k in widths[:300]) < 12
     assert idle < 500, "it never came back"
-    assert set(widths[idle + 1 :]) <= {4, 5, 6, 7}
+    assert min(widths[-40:]) >= 5
 
 
 def test_widths_that_are_dear_are_tried_and_left():
