@@ -1,9 +1,9 @@
 """Triton kernels of `dflash2.ops.window_attention`: flash decoding over paged rows, split along the context.
 
 `stored_rows` looks up once, for all layers, which row of the pool each context position has. In `window_attention` one
-program owns the queries that share a key head (n rows times the head's group) and a run of context positions; the
-block's own rows belong to the last run. Where there are several runs, the program of a (request, key head) that arrives
-last adds them up: a second launch would cost about 2 us, a third of a layer at one request.
+program owns the queries that share a key head (n rows times the head's group) and a run of context positions, or the
+block's own rows. Where there are several runs, a second launch adds them up with many programs: the program that
+arrives last, alone, took longer than that launch (15 us a layer at one request; 2,048 positions).
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
 
-DEFAULTS = {"tile": 64, "programs_per_sm": 1, "max_splits": 8, "num_warps": 4, "num_stages": 3}
+DEFAULTS = {"tile": 128, "programs_per_sm": 1, "max_splits": 16, "num_warps": 4, "num_stages": 3}
 CANDIDATES = [
     {"tile": tile, "programs_per_sm": programs, "max_splits": splits, "num_warps": 4, "num_stages": stages}
     for tile, stages in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3))
@@ -21,6 +21,8 @@ CANDIDATES = [
 
 # Of one program.
 _MOST_QUERIES = 64
+# Of one program that adds up.
+_LANES = 8
 # Without a GPU (the interpreter): as many multiprocessors as make small shapes split.
 _NO_GPU = 8
 _NO_WINDOW = 2**30
@@ -95,53 +97,52 @@ def _block_tile(
 
 
 @triton.jit
-def _add_up(sums_ptr, tops_ptr, totals_ptr, lane, channel, SPLITS: tl.constexpr, QUERIES: tl.constexpr):
-    """Sums and totals of all splits, each seen from the greatest of the maxima."""
-    DIM: tl.constexpr = channel.shape[0]
+def _parts(partial_ptr, units, unit, PARTS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr):
+    """Where a unit's parts lie: sums ``[PARTS, QUERIES, DIM]`` of all units, then maxima, then totals."""
+    of_unit = unit.to(tl.int64) * PARTS * QUERIES
+    all_units = tl.cast(units, tl.int64) * PARTS * QUERIES
+    tops_ptr = partial_ptr + all_units * DIM + of_unit
+    return partial_ptr + of_unit * DIM, tops_ptr, tops_ptr + all_units
+
+
+@triton.jit(do_not_specialize=["n", "units"])
+def _add_up_kernel(
+    partial_ptr, out_ptr, n, units,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, QUERIES: tl.constexpr,
+    DIM: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some queries of one unit: the sums of all parts, each seen from the greatest of the maxima."""
+    wait_for_inputs(PDL)
+    unit, lane = tl.program_id(0), tl.program_id(1) * LANES + tl.arange(0, LANES)
+    channel = tl.arange(0, DIM)
+    sums_ptr, tops_ptr, totals_ptr = _parts(partial_ptr, units, unit, PARTS, QUERIES, DIM)
     top = tl.load(tops_ptr + lane)
-    for s in tl.static_range(1, SPLITS):
+    for s in tl.static_range(1, PARTS):
         top = tl.maximum(top, tl.load(tops_ptr + s * QUERIES + lane))
-    total = tl.zeros([QUERIES], tl.float32)
-    acc = tl.zeros([DIM, QUERIES], tl.float32)
-    for s in tl.static_range(SPLITS):
+    total = tl.zeros([LANES], tl.float32)
+    acc = tl.zeros([LANES, DIM], tl.float32)
+    for s in tl.static_range(PARTS):
         at = s * QUERIES + lane
         weight = tl.exp2(tl.load(tops_ptr + at) - top)
         total += weight * tl.load(totals_ptr + at)
-        # A split without a visible row left no sums.
-        some = (weight > 0)[None, :]
-        acc += weight * tl.load(sums_ptr + at[None, :] * DIM + channel[:, None], mask=some, other=0.0)
-    return total, acc
-
-
-@triton.jit
-def _meet(partial_ptr, arrivals_ptr, unit, split, channel, top, total, acc, SPLITS: tl.constexpr):
-    """Leave this split's sums for the program that arrives last. Returns whether this is it, and all splits' sums."""
-    DIM: tl.constexpr = acc.shape[0]
-    QUERIES: tl.constexpr = acc.shape[1]
-    # The sums of all units and splits, then the maximum of each query, then its total.
-    units, lane = tl.num_programs(0).to(tl.int64), tl.arange(0, QUERIES)
-    of_unit = unit.to(tl.int64) * SPLITS * QUERIES
-    tops_ptr = partial_ptr + units * SPLITS * QUERIES * DIM + of_unit
-    totals_ptr = tops_ptr + units * SPLITS * QUERIES
-    partial_ptr += of_unit * DIM
-    at = split * QUERIES + lane
-    tl.store(tops_ptr + at, top)
-    tl.store(totals_ptr + at, total)
-    tl.store(partial_ptr + at[None, :] * DIM + channel[:, None], acc, mask=(total > 0)[None, :])
-    # All stores of this program come before its arrival, and every arrival before the loads of the last program.
-    tl.debug_barrier()
-    last = tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel") == SPLITS - 1
-    if last:
-        tl.store(arrivals_ptr + unit, 0)  # for the next launch
-        total, acc = _add_up(partial_ptr, tops_ptr, totals_ptr, lane, channel, SPLITS, QUERIES)
-    return last, total, acc
+        # A part without a visible row left no sums.
+        some = (weight > 0)[:, None]
+        sums = tl.load(sums_ptr + at[:, None] * DIM + channel[None, :], mask=some, other=0.0)
+        acc += weight[:, None] * sums
+    query_tiles = tl.cdiv(n * GROUP, QUERIES)
+    query = unit % query_tiles * QUERIES + lane
+    request, head = (unit // (query_tiles * KV_HEADS)).to(tl.int64), unit // query_tiles % KV_HEADS
+    row = request * n + query // GROUP
+    out_at = (row * KV_HEADS * GROUP + head * GROUP + query % GROUP)[:, None] * HEAD_DIM + channel[None, :]
+    mask = (query < n * GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
+    tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n", "length", "window", "first", "split_rows", "pool_rows"])
 def _window_attention_kernel(
-    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, rows_ptr, out_ptr, partial_ptr, arrivals_ptr,
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, rows_ptr, out_ptr, partial_ptr,
     n, length, window, first, split_rows, pool_rows, q_stride, k_stride, v_stride, keys_stride, values_stride,
-    CAUSAL: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    CAUSAL: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr, PREFETCH: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -187,21 +188,24 @@ def _window_attention_kernel(
         column += TILE
         stored = tl.load(rows_ptr + column, mask=column < end, other=-1)
         top, total, acc = _add_tile(q, keys, values, visible, top, total, acc, SCALE, PRECISION)
-    if split == SPLITS - 1:
+    if split == PARTS - 1:
         own_k, own_v = k_ptr + request * n * k_stride, v_ptr + request * n * v_stride
         keys, values, visible = _block_tile(
             own_k, own_v, k_stride, v_stride, n, row, window, in_head, inside, CAUSAL, BLOCK
         )
         top, total, acc = _add_tile(q, keys, values, visible, top, total, acc, SCALE, PRECISION)
 
-    out_ptr += request * n * KV_HEADS * GROUP * HEAD_DIM
-    out_at = (row * KV_HEADS * GROUP + q_head)[None, :] * HEAD_DIM + channel[:, None]
-    mask = live[None, :] & (channel < HEAD_DIM)[:, None]
-    last = True
-    if SPLITS > 1:
-        last, total, acc = _meet(partial_ptr, arrivals_ptr, unit, split, channel, top, total, acc, SPLITS)
-    if last:
+    if PARTS == 1:
+        out_ptr += request * n * KV_HEADS * GROUP * HEAD_DIM
+        out_at = (row * KV_HEADS * GROUP + q_head)[None, :] * HEAD_DIM + channel[:, None]
+        mask = live[None, :] & (channel < HEAD_DIM)[:, None]
         tl.store(out_ptr + out_at, (acc / total[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        sums_ptr, tops_ptr, totals_ptr = _parts(partial_ptr, tl.num_programs(0), unit, PARTS, QUERIES, DIM)
+        at = split * QUERIES + tl.arange(0, QUERIES)
+        tl.store(tops_ptr + at, top)
+        tl.store(totals_ptr + at, total)
+        tl.store(sums_ptr + at[None, :] * DIM + channel[:, None], acc, mask=(total > 0)[None, :])
 
 
 def stored_rows(
@@ -229,7 +233,6 @@ def window_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     rows: torch.Tensor,
-    arrivals: torch.Tensor,
     *,
     window: int | None,
     causal: bool,
@@ -239,8 +242,6 @@ def window_attention(
 
     Args:
         rows: from `stored_rows`.
-        arrivals: int32, at least ``R * n * nq`` zeros, which are zeros again afterwards. No other launch may use them
-            at the same time.
         settings: `DEFAULTS`, or a measured choice.
     """
     requests, n, heads, head_dim = q.shape
@@ -260,20 +261,27 @@ def window_attention(
     reach = length if window is None else min(length, window - 1)
     tiles = triton.cdiv(reach, tile)
     splits = _splits(units, tiles, settings, q.device)
-    partial = torch.empty(units * splits * queries * (dim + 2) * (splits > 1), dtype=torch.float32, device=q.device)
+    # Several runs of context positions, and then the block by itself.
+    parts = splits + 1 if splits > 1 else 1
+    partial = torch.empty(units * parts * queries * (dim + 2) * (parts > 1), dtype=torch.float32, device=q.device)
+    shape = {"KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "PARTS": parts, "QUERIES": queries, "DIM": dim}
     with torch.cuda.device_of(q):
-        _window_attention_kernel[(units, splits)](
-            q, k, v, keys, values, rows, out, partial, arrivals, n, length,
+        _window_attention_kernel[(units, parts)](
+            q, k, v, keys, values, rows, out, partial, n, length,
             _NO_WINDOW if window is None else min(window, _NO_WINDOW), length - reach,
             triton.cdiv(tiles, splits) * tile, keys.shape[0],
             q.stride(0), k.stride(0), v.stride(0), keys.stride(0), values.stride(0),
-            CAUSAL=causal, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, SPLITS=splits, QUERIES=queries,
-            BLOCK=max(16 if exact else 64, triton.next_power_of_2(n)), TILE=tile, DIM=dim,
+            CAUSAL=causal, BLOCK=max(16 if exact else 64, triton.next_power_of_2(n)), TILE=tile,
             SCALE=head_dim**-0.5 * 1.4426950408889634,  # log2(e): the hardware has powers of two
             PRECISION="ieee" if exact else "tf32",  # the latter says nothing about 16-bit operands
             PREFETCH=_PREFETCHED // tile * tile, LINES=_power_below(max(1, head_dim * q.element_size() // 128)),
-            num_warps=warps, num_stages=settings["num_stages"], **dependent_launch(q),
+            num_warps=warps, num_stages=settings["num_stages"], **shape, **dependent_launch(q),
         )  # fmt: skip
+        if parts > 1:
+            lanes = min(queries, _LANES)
+            _add_up_kernel[(units, queries // lanes)](
+                partial, out, n, units, LANES=lanes, num_warps=4, **shape, **dependent_launch(q)
+            )
     return out
 
 

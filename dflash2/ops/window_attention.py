@@ -100,12 +100,6 @@ class PagedContext:
             self._kept[rule] = torch.cat((context & self.there[:, None], block), -1)
         return self._kept[rule]
 
-    def arrivals(self, size: int) -> Tensor:
-        """int32 zeros ``[size]``, in which the programs of a launch count each other; each launch leaves zeros."""
-        if ("arrivals", size) not in self._kept:
-            self._kept["arrivals", size] = torch.zeros(size, dtype=torch.int32, device=self.starts.device)
-        return self._kept["arrivals", size]
-
 
 def window_attention(
     q: Tensor,
@@ -147,7 +141,7 @@ def window_attention(
     shape = {"requests": requests, "queries": n * heads // k.shape[2], "heads": k.shape[2], "head_dim": head_dim}
     settings = launch_settings("window_attention", kernel.DEFAULTS, q.device, **shape, context=context.length + 1)
     return kernel.window_attention(
-        q, k, v, context_keys, context_values, context.rows("triton"), context.arrivals(requests * n * heads),
+        q, k, v, context_keys, context_values, context.rows("triton"),
         window=window, causal=causal, settings=settings,
     )  # fmt: skip
 
