@@ -72,7 +72,7 @@ def fused_pass(
         a = _linear(y, layer.mlp.down_proj, backend=backend)
         finite = inputs.valid if i + 1 == len(layers) else None
         h, x = _after(layer.mlp_conv, h, a, None, after, next_norm, n, finite, backend)
-    return x.view(len(anchors), n - 1, x.shape[-1]), inputs.valid > 0
+    return x.view(len(anchors), n - 1, x.shape[-1]), inputs.valid
 
 
 def _attend(

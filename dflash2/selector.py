@@ -79,8 +79,8 @@ class CandidateSelector(nn.Module):
         )
 
     def _gate(self, hidden: Tensor) -> Tensor:
-        """``[R, k, r]``, in fp32 where a kernel makes it: small as this product is, it must fill the GPU."""
+        """``[R, k, r]``, or fp32 parts of it where a kernel makes it: small as this product is, it must fill the GPU."""
         weight = self.hidden_projection.weight
         if choose_backend("auto", hidden, weight, dots=True) == "torch":
             return self.hidden_projection(hidden)
-        return block_linear(hidden.flatten(0, 1), [weight], [None]).sum(0).unflatten(0, hidden.shape[:2])
+        return block_linear(hidden.flatten(0, 1), [weight], [None]).unflatten(1, hidden.shape[:2])

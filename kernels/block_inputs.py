@@ -51,7 +51,7 @@ def _block_inputs_kernel(
                     best, tl.load(rows_ptr + request * length + p, mask=p < length, other=-1).to(tl.int64)
                 )
             valid = valid & (tl.max(best, 0) >= 0)
-        tl.store(valid_ptr + request, valid.to(tl.int32))
+        tl.store(valid_ptr + request, valid)
 
 
 def block_inputs(anchors, starts, slots, next_positions, context_rows, embedding, mask_row, frequencies, weight,
@@ -62,7 +62,7 @@ def block_inputs(anchors, starts, slots, next_positions, context_rows, embedding
     rows = requests * block_rows
     h, x = (torch.empty(rows, hidden, dtype=dtype, device=embedding.device) for _ in range(2))
     cos, sin = torch.empty(2, rows, half, dtype=torch.float32, device=embedding.device)
-    valid = torch.empty(requests, dtype=torch.int32, device=embedding.device)
+    valid = torch.empty(requests, dtype=torch.bool, device=embedding.device)
     if requests == 0:
         return h, x, cos, sin, valid
     tile = triton.next_power_of_2(hidden)

@@ -62,7 +62,7 @@ def _residual_norm_kernel(
             store_normed(h, weight_ptr, x_ptr + out * hidden, channel, inside, hidden, eps)
         # Infinite or NaN anywhere in the block: its drafts mean nothing. inf - inf and NaN are not zero.
         if tl.sum(h - h, 0) != 0.0:
-            tl.store(finite_ptr + block, 0)
+            tl.store(finite_ptr + block, False)
     else:
         tl.store(h_out_ptr + row * hidden + channel, h.to(dtype), mask=inside)
         store_normed(h, weight_ptr, x_ptr + row * hidden, channel, inside, hidden, eps)

@@ -82,6 +82,7 @@ def _selector_walk_kernel(
     STAGES: tl.constexpr,
     CAPPED: tl.constexpr,
     SAMPLED: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -109,8 +110,11 @@ def _selector_walk_kernel(
         a = tl.load(predecessor_ptr + before[:, :, None] * RANK + r, mask=inside, other=0.0)
         b = tl.load(successor_ptr + ids[:, :, None] * RANK + r, mask=inside, other=0.0)
         gate_at = gate_ptr + (request * K + row[:, :, None]) * RANK + r
-        gate = tl.load(gate_at, mask=inside & (row[:, :, None] < K), other=0.0)
-        a = a.to(tl.float32) * gate.to(tl.float32)
+        gate = tl.load(gate_at, mask=inside & (row[:, :, None] < K), other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            more = gate_at + part * tl.num_programs(0).to(tl.int64) * (K * RANK)
+            gate += tl.load(more, mask=inside & (row[:, :, None] < K), other=0.0).to(tl.float32)
+        a = a.to(tl.float32) * gate
         scores = tl.dot(a, tl.permute(b.to(tl.float32), (0, 2, 1)), scores, input_precision="tf32x3")
     # Padding loses against everything.
     scores = tl.where(slot[:, None, :] < C, _finite(scores + unary[:, None, :]), -float("inf"))
@@ -198,6 +202,7 @@ def selector_walk(
             CAPPED=softcap is not None,
             SAMPLED=temperature is not None,
             num_warps=settings["num_warps"],
+            PARTS=gate.shape[0],
             **dependent_launch(gate),
         )
     return tokens, index, q, meaningful

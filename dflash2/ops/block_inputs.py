@@ -43,7 +43,7 @@ class BlockInputs(NamedTuple):
     Attributes:
         h: the embedded rows ``[N, H]``, x: the same normed; in the norm's dtype.
         cos, sin: fp32 ``[N, hd/2]``.
-        valid: int32 ``[R]``, 1 where the anchor is in the vocabulary, the sequence is at the start asked for, and a
+        valid: bool ``[R]``, whether the anchor is in the vocabulary, the sequence is at the start asked for, and a
             context row is there.
     """
 
@@ -108,4 +108,4 @@ def block_inputs_reference(
     if not rules.any_context:
         valid = valid & (context.rows() >= 0).any(1)
     cos, sin = angles.cos() * rules.rope_scale, angles.sin() * rules.rope_scale
-    return BlockInputs(h, rms_norm(h, weight, rules.eps), cos, sin, valid.to(torch.int32))
+    return BlockInputs(h, rms_norm(h, weight, rules.eps), cos, sin, valid)

@@ -30,7 +30,7 @@ def residual_norm(
         weight: of the norm, ``[H]``.
         eps: of the norm.
         block_rows: n, rows of a block; nothing crosses into another block.
-        finite: int32 ``[N/n]`` for the last norm of the network: set to 0 where a block holds NaN or infinity, else
+        finite: bool ``[N/n]`` for the last norm of the network: set to False where a block holds NaN or infinity, else
             left as it is. Then rows 1.. of each block are normed alone, and h' is not written.
 
     Returns:
@@ -59,7 +59,7 @@ def residual_norm_reference(
     if finite is None:
         return h_out, rms_norm(h_out, weight, eps)
     blocks = h_out.unflatten(0, (-1, block_rows))
-    finite.mul_(blocks.isfinite().flatten(1).all(1))
+    finite.logical_and_(blocks.isfinite().flatten(1).all(1))
     return h, rms_norm(blocks[:, 1:].flatten(0, 1), weight, eps)
 
 

@@ -64,7 +64,7 @@ def selector_walk(
     scores go to the lowest candidate index.
 
     Args:
-        gate: ``[R, k, r]`` floating point.
+        gate: ``[R, k, r]`` floating point; or ``[S, R, k, r]``, parts that add up to it, as `block_linear` gives them.
         anchors: int64 ``[R]``, the token before the first row.
         candidates: int64 ``[R, k, C]``, best first. Ids outside the codebooks read the nearest row there is.
         logits: ``[R, k, C]``, the head's raw logits of the candidates.
@@ -78,8 +78,9 @@ def selector_walk(
     Raises:
         ValueError: shapes do not fit, or the backend cannot run here.
     """
-    _check(gate, anchors, candidates, logits, predecessor_codebook, successor_codebook, temperature, uniforms)
-    tensors = (gate, anchors, candidates, logits, predecessor_codebook, successor_codebook)
+    parts = gate if gate.dim() == 4 else gate[None]
+    _check(parts[0], anchors, candidates, logits, predecessor_codebook, successor_codebook, temperature, uniforms)
+    tensors = (anchors, candidates, logits, predecessor_codebook, successor_codebook)
     if 0 in candidates.shape[:2]:
         none = anchors.new_zeros(candidates.shape[:2])
         q = None if temperature is None else candidates.float()
@@ -91,13 +92,14 @@ def selector_walk(
         if kernel.fits(k, count):
             shape = {"k": k, "candidates": count, "rank": gate.shape[-1]}
             settings = launch_settings("selector_walk", kernel.DEFAULTS, gate.device, **shape)
-            return Walk(*kernel.selector_walk(*tensors, multiplier, softcap, temperature, uniforms, settings))
+            return Walk(*kernel.selector_walk(parts, *tensors, multiplier, softcap, temperature, uniforms, settings))
         if backend == "triton":
             raise ValueError(
                 f"backend='triton' cannot hold the edges of {k} rows of {count} candidates (at most "
                 f"{kernel.MOST_EDGES}, sizes rounded up to powers of two); use backend='auto' or 'torch'."
             )
-    return selector_walk_reference(*tensors, multiplier, softcap, temperature, uniforms)
+    gate = gate.sum(0) if gate.dim() == 4 else gate
+    return selector_walk_reference(gate, *tensors, multiplier, softcap, temperature, uniforms)
 
 
 def selector_walk_reference(

@@ -65,13 +65,13 @@ def test_residual_norm(shape, bias, conv, device):
 def test_last_norm_drops_row_0_and_finds_what_is_not_finite(bad, device):
     blocks, n, hidden = 3, 4, 32
     h, a = normal(blocks * n, hidden, device=device), normal(2, blocks * n, hidden, device=device)
-    weight, finite = torch.ones(hidden, device=device), torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
+    weight, finite = torch.ones(hidden, device=device), torch.tensor([True, True, False], device=device)
     if bad is not None:
         h[n * 1, 5] = bad  # row 0 of block 1
     out, x = residual_norm(h, a, None, None, None, weight, EPS, n, finite, backend="triton")
     assert out is h
     assert x.shape == (blocks * (n - 1), hidden)
-    assert finite.tolist() == [1, int(bad is None), 0]
+    assert finite.tolist() == [True, bad is None, False]
     _, expected = by_hand(h, a, None, None, None, weight, n)
     torch.testing.assert_close(
         x.double(), expected.unflatten(0, (blocks, n))[:, 1:].flatten(0, 1), rtol=2e-5, atol=2e-5

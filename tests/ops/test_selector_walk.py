@@ -332,3 +332,18 @@ def test_wrong_arguments_are_named():
         selector_walk(*arguments, temperature=noise["temperature"])
     with pytest.raises(ValueError, match=r"temperature \[1\].*expected \[R\], \[R, k\]"):
         selector_walk(*arguments, temperature=noise["temperature"][:1], uniforms=noise["uniforms"])
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.triton
+def test_a_gate_in_parts_is_their_sum(device):
+    g = torch.Generator().manual_seed(0)
+    parts = torch.randint(-4, 5, (3, 2, 3, 8), generator=g).float()
+    candidates = torch.stack([torch.randperm(30, generator=g)[:4] for _ in range(6)]).view(2, 3, 4)
+    tables = [torch.randint(-2, 3, (30, 8), generator=g).float() for _ in range(2)]
+    logits = torch.randint(-9, 9, (2, 3, 4), generator=g).float().sort(-1, descending=True).values
+    anchors = torch.tensor([3, 7])
+    whole = selector_walk(parts.sum(0), anchors, candidates, logits, *tables, backend="torch")
+    for backend in ("torch", "triton"):
+        found = selector_walk(parts, anchors, candidates, logits, *tables, backend=backend)
+        assert torch.equal(found.tokens, whole.tokens)
