@@ -120,7 +120,12 @@ def run(
     Returns:
         The report: ``summary`` (kind -> width -> median and lowest ratio over prompts), ``prompts``, ``settings``,
         ``provenance``.
+
+    Raises:
+        ConfigError: ``repeats`` is below 1.
     """
+    if repeats < 1:
+        raise ConfigError(f"repeats={repeats}: expected at least 1.")
     fixed: list[Width] = list(range(drafter.config.max_draft_tokens + 1))
     plan = [["auto", *(fixed if i < curve_repeats else [])] for i in range(repeats)]
     settings = {

@@ -81,3 +81,8 @@ def test_prompts_of_files_and_of_the_module(tmp_path):
 def test_errors(argv, words, capsys):
     assert bench.main(argv) == 2
     assert words in capsys.readouterr().err
+
+
+def test_no_repetition_is_refused():
+    with pytest.raises(ValueError, match="repeats=0"):
+        bench.run(target(), Tokenizer(), drafter(), repeats=0)
