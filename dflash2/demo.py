@@ -145,9 +145,8 @@ def run_demo(
 
 
 def _table(answers: Sequence[Answer], device: torch.device, say: Callable[[str], None]) -> None:
-    columns = ("tokens", 7), ("drafts", 8), ("acceptance", 12), ("target passes", 15)
-    columns += ("plain tok/s", 13), ("drafted", 10), ("ratio", 8)
-    say(f"\n{'':12}" + "".join(f"{name:>{width}}" for name, width in columns))
+    widths = {"tokens": 7, "drafts": 8, "acceptance": 12, "target passes": 15, "plain tok/s": 13, "drafted": 10}
+    say(f"\n{'':12}" + "".join(f"{name:>{n}}" for name, n in widths.items()) + f"{'ratio':>8}")
     for a in answers:
         share = f"{a.target_passes} of {a.tokens}"
         plain, drafted = (a.tokens / statistics.median(s) for s in (a.plain_s, a.drafted_s))
