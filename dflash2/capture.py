@@ -26,14 +26,28 @@ WARM_UPS = 2
 
 @dataclass
 class _Graph:
-    """One captured call with the memory it reads (``inputs``) and writes (``outputs``)."""
+    """One captured call with the memory it reads (``inputs``) and writes (``outputs``).
+
+    ``padding`` says what fills the inputs behind the requests; ``tail`` how much of it is there now.
+    """
 
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
     outputs: Any
+    padding: dict[str, int]
+    tail: tuple[int, int] | None = None
 
-    def replay(self, **inputs: Tensor) -> Any:
-        """Copy what is given over the start of each input and run; the outputs are overwritten by the next replay."""
+    def replay(self, inputs: dict[str, Tensor], requests: int, rest: int = 0) -> Any:
+        """Copy the requests' values over the start of each input and run; the next replay overwrites the outputs.
+
+        ``rest`` rows belong to nobody: they are the last sequence's.
+        """
+        if self.tail != (requests, rest):
+            for name, value in self.padding.items():
+                self.inputs[name][requests:] = value
+            if rest:
+                self.inputs["lengths"][-1] = rest
+            self.tail = (requests, rest)
         _copy([self.inputs[name][: value.shape[0]] for name, value in inputs.items()], list(inputs.values()))
         self.graph.replay()
         return self.outputs
@@ -53,10 +67,10 @@ class CapturedDrafting:
     """
 
     def __init__(
-        self, weights: Sequence[Tensor], propose: Callable[..., Proposal], append: Callable[..., None], batch_sizes: Sequence[int], k: int,
-        taps_like: Tensor, padding_slot: int,
+        self, weights: Sequence[Tensor], propose: Callable[..., Proposal], append: Callable[..., None],
+        batch_sizes: Sequence[int], k: int, taps_like: Tensor, padding_slot: int,
     ):  # fmt: skip
-        self.k, self.padding_slot = k, padding_slot
+        self.k = k
         self._addresses = [w.data_ptr() for w in weights]
         self._pool = torch.cuda.graph_pool_handle()
         self._propose: dict[tuple[int, bool], _Graph] = {}
@@ -72,17 +86,19 @@ class CapturedDrafting:
                 "temperature": torch.ones(size, dtype=torch.float32, device=device),
                 "noise": torch.zeros(size, k, dtype=torch.float64, device=device),
             }
-            self._propose[size, False] = self._capture(propose, inputs | {"temperature": None, "noise": None})
-            self._propose[size, True] = self._capture(propose, {n: t.clone() for n, t in sampled.items()})
+            padding = {"slots": padding_slot, "starts": 0, "anchors": 0}
+            self._propose[size, False] = self._capture(propose, inputs | {"temperature": None, "noise": None}, padding)
+            self._propose[size, True] = self._capture(propose, {n: t.clone() for n, t in sampled.items()}, padding)
             # One more sequence takes the rows that fill up the batch.
             more = {name: ids(size + 1) for name in ("starts", "lengths", "valid_lengths")}
             more |= {
                 "slots": ids(size + 1, padding_slot),
                 "taps": taps_like.new_zeros(size * (k + 1), taps_like.shape[1]),
             }
-            self._append[size] = self._capture(append, more)
+            padding = {"slots": padding_slot, "starts": 0, "lengths": 0, "valid_lengths": 0}
+            self._append[size] = self._capture(append, more, padding)
 
-    def _capture(self, call: Callable[..., Any], inputs: dict[str, Tensor | None]) -> _Graph:
+    def _capture(self, call: Callable[..., Any], inputs: dict[str, Tensor | None], padding: dict[str, int]) -> _Graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -92,7 +108,7 @@ class CapturedDrafting:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = call(**inputs)
-        return _Graph(graph, {n: t for n, t in inputs.items() if t is not None}, outputs)
+        return _Graph(graph, {n: t for n, t in inputs.items() if t is not None}, outputs, padding)
 
     def serves(self, weights: Sequence[Tensor]) -> bool:
         """Whether the graphs read these weights, and these where they lie now."""
@@ -106,10 +122,10 @@ class CapturedDrafting:
         size = min((s for s, _ in self._propose if s >= n), default=None)
         if size is None or n == 0:
             return None
-        more = {"temperature": temperature, "noise": noise} if temperature is not None and noise is not None else {}
-        out = self._propose[size, sampled].replay(
-            slots=_filled(slots, size, self.padding_slot), starts=starts, anchors=anchors, **more
-        )
+        inputs = {"slots": slots, "starts": starts, "anchors": anchors}
+        if temperature is not None and noise is not None:
+            inputs |= {"temperature": temperature, "noise": noise}
+        out = self._propose[size, sampled].replay(inputs, n)
         fields = {"tokens": out.tokens, "candidates": out.candidates, "q": out.q, "valid": out.valid}
         kept = {name: t[:n] for name, t in fields.items() if t is not None}
         own = {name: torch.empty_like(t) for name, t in kept.items()}
@@ -122,14 +138,8 @@ class CapturedDrafting:
         size = min((s for s in self._append if s >= n and s * (self.k + 1) >= rows), default=None)
         if size is None or n == 0:
             return False
-        rest = size * (self.k + 1) - rows
-        self._append[size].replay(
-            slots=_filled(slots, size + 1, self.padding_slot),
-            taps=taps,
-            starts=starts,
-            lengths=_filled(lengths, size + 1, 0, rest),
-            valid_lengths=_filled(valid_lengths, size + 1, 0),
-        )
+        inputs = {"slots": slots, "taps": taps, "starts": starts, "lengths": lengths, "valid_lengths": valid_lengths}
+        self._append[size].replay(inputs, n, size * (self.k + 1) - rows)
         return True
 
 
@@ -139,13 +149,3 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_([targets[i] for i in integers], [sources[i] for i in integers])
     for i in set(range(len(targets))) - set(integers):
         targets[i].copy_(sources[i])
-
-
-def _filled(values: Tensor, size: int, filler: int, last: int | None = None) -> Tensor:
-    """``values [n]`` at the start of ``[size]``, ``filler`` behind them, ``last`` at the end."""
-    if values.shape[0] == size:
-        return values
-    filled = torch.nn.functional.pad(values, (0, size - values.shape[0]), value=filler)
-    if last is not None:
-        filled[-1] = last
-    return filled

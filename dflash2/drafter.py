@@ -319,7 +319,8 @@ class DFlash2Drafter(DraftNetwork):
             num_draft_tokens: k, by default ``block_size - 1``.
 
         Raises:
-            ConfigError: the drafter is not on a GPU or not bound, the KV is another drafter's, or a size is out of range.
+            ConfigError: the drafter is not on a GPU or not bound, the KV is another drafter's, or a size is out of
+                range.
         """
         self._check_kv(kv)
         k = self.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens

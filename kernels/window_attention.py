@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
 
-DEFAULTS = {"tile": 128, "programs_per_sm": 1, "max_splits": 16, "num_warps": 4, "num_stages": 3}
+DEFAULTS = {"tile": 64, "programs_per_sm": 1, "max_splits": 16, "num_warps": 4, "num_stages": 2}
 CANDIDATES = [
     {"tile": tile, "programs_per_sm": programs, "max_splits": splits, "num_warps": 4, "num_stages": stages}
     for tile, stages in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3))

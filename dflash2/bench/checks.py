@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ def check_operations(device: torch.device) -> tuple[bool, str]:
 
         return check_kernels(device)
     command = [sys.executable, "-m", "pytest", str(folder), "-m", "gpu", "-q", "-x", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("xdist"):  # compiling takes most of the time
+        command += ["-n", str(min(8, os.cpu_count() or 1))]
     done = subprocess.run(command, cwd=folder.parents[1], capture_output=True, text=True, check=False)
     lines = (done.stdout + done.stderr).splitlines()
     if done.returncode:

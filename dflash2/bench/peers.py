@@ -22,7 +22,7 @@ from dflash2.lm_head import Int8LMHead
 __all__ = ["PublishedRound", "compiled_int8_head", "dense_head", "reference_round", "time_limit"]
 
 #: For a peer that has to be compiled.
-COMPILE_S = 60.0
+COMPILE_S = 40.0
 
 
 @contextmanager
