@@ -6,7 +6,7 @@ copied out after it; a batch smaller than its graph is filled up with requests o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,9 @@ class CapturedDrafting:
             padding = {"slots": padding_slot, "starts": 0, "lengths": 0, "valid_lengths": 0}
             self._append[size] = self._capture(append, more, padding)
 
-    def _capture(self, call: Callable[..., Any], inputs: dict[str, Tensor | None], padding: dict[str, int]) -> _Graph:
+    def _capture(
+        self, call: Callable[..., Any], inputs: Mapping[str, Tensor | None], padding: dict[str, int]
+    ) -> _Graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -126,11 +128,12 @@ class CapturedDrafting:
         if temperature is not None and noise is not None:
             inputs |= {"temperature": temperature, "noise": noise}
         out = self._propose[size, sampled].replay(inputs, n)
-        fields = {"tokens": out.tokens, "candidates": out.candidates, "q": out.q, "valid": out.valid}
-        kept = {name: t[:n] for name, t in fields.items() if t is not None}
-        own = {name: torch.empty_like(t) for name, t in kept.items()}
-        _copy(list(own.values()), list(kept.values()))
-        return Proposal(**(dict.fromkeys(fields) | own))
+        results = [t[:n] for t in (out.tokens, out.valid, out.candidates, out.q) if t is not None]
+        own = [torch.empty_like(t) for t in results]
+        _copy(own, results)
+        tokens, valid, *more = own
+        candidates = None if out.candidates is None else more.pop(0)
+        return Proposal(tokens, candidates, None if out.q is None else more.pop(0), valid)
 
     def append(self, slots: Tensor, taps: Tensor, starts: Tensor, lengths: Tensor, valid_lengths: Tensor) -> bool:
         """Append by replay; False where no graph is large enough."""

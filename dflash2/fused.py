@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from dflash2.conv import GroupedConv
-from dflash2.int8_linear import Int8Linear
 from dflash2.model import DraftLayer, DraftNetwork, RMSNorm
 from dflash2.ops.backend import Backend
 from dflash2.ops.block_conv import block_conv
@@ -58,7 +57,7 @@ def fused_pass(
         anchors, kv.row_pool.next, context, embedding, mask_row, first.weight, frequencies, n, rules, backend=backend
     )
     # int8 weights multiply rows as integers. Most make them on the way; the largest find them ready.
-    int16 = isinstance(layers[0].mlp.gate_proj, Int8Linear) and c.hidden_size % GROUP == 0
+    int16 = _scale(layers[0].mlp.gate_proj) is not None and c.hidden_size % GROUP == 0
     h, x = inputs.h, inputs.x
     norms = [*[layer.input_layernorm for layer in layers[1:]], network.norm]
     for i, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
