@@ -22,17 +22,17 @@ ALL_FOLLOW = FOLLOW / 2
 #: One measurement counts as at most so many times dearer or cheaper.
 OUTLIER = 2.0
 
-#: What is expected of a request before its first round, and how many rounds' word outweighs that. Optimistic: trying
-#: costs a round or two, not trying could cost the whole answer.
-PRIOR, PRIOR_WEIGHT = 0.8, 2.0
-#: Drafts at one position that outweigh what is known of all positions together.
-POSITION_WEIGHT = 30.0
-#: What a past round counts after one more round with drafts, or without: the text has moved on.
-MEMORY, IDLE_MEMORY = 0.95, 0.97
+#: What is expected of a request's drafts before the first, and how many drafts weigh as much. Optimistic: trying costs
+#: a round or two, not trying could cost the whole answer.
+PRIOR, PRIOR_WEIGHT = 0.8, 4.0
+#: How many drafts at one position weigh as much as what is known of all positions together.
+POSITION_WEIGHT = 8.0
+#: What a round counts after one more: the text moves on. Also after one without drafts, so that bad ones are forgotten.
+MEMORY = 0.95
 
 #: What drafts may cost beyond what they save: so many plain rounds, and this share of the time since the start. Two
-#: rounds let a request whose first draft falls try another; with less, good ones were given up for one bad start.
-STAKE_ROUNDS, STAKE_SHARE = 2.0, 0.005
+#: rounds let a request whose first draft falls try again; with one, good requests were given up for a bad start.
+STAKE_ROUNDS, STAKE_SHARE = 2.0, 0.01
 
 
 class RoundCosts:
@@ -84,10 +84,9 @@ class Acceptance:
 
     def observe(self, drafts: int, accepted: int) -> None:
         """One round: the first ``accepted`` of its drafts stood. 0 drafts: time passes."""
-        memory = MEMORY if drafts else IDLE_MEMORY
         more = [0.0] * (drafts - len(self._kept))
-        self._kept = [x * memory for x in self._kept] + more
-        self._tried = [x * memory for x in self._tried] + more
+        self._kept = [x * MEMORY for x in self._kept] + more
+        self._tried = [x * MEMORY for x in self._tried] + more
         for i in range(min(accepted + 1, drafts)):
             self._tried[i] += 1.0
             self._kept[i] += i < accepted

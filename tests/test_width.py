@@ -114,17 +114,18 @@ def test_a_new_request_is_trusted():
 
 @pytest.mark.parametrize("rates", [[0.9] * K, [0.3] * K, [0.95, 0.9, 0.8, 0.6, 0.4, 0.2, 0.1]], ids=str)
 def test_it_learns_the_rates(rates):
-    rng, acceptance = random.Random(0), Acceptance()
-    for _ in range(400):
+    """On average, up to what the prior adds to low rates and what positions lend each other."""
+    rng, acceptance, seen = random.Random(0), Acceptance(), []
+    for _ in range(1000):
         stood = 0
         while stood < K and rng.random() < rates[stood]:
             stood += 1
         acceptance.observe(K, stood)
-    tokens = acceptance.tokens(K)
-    assert tokens == sorted(tokens)
-    # The last 20 rounds count: 15 % is a standard error and a half of what they know.
-    assert tokens[K] == pytest.approx(expected_tokens(rates, K), rel=0.15)
-    assert tokens[1] == pytest.approx(1 + rates[0], rel=0.15)
+        seen.append(acceptance.tokens(K))
+        assert seen[-1] == sorted(seen[-1])
+    for k in (1, 3, K):
+        mean = sum(tokens[k] for tokens in seen[100:]) / len(seen[100:])
+        assert mean == pytest.approx(expected_tokens(rates, k), rel=0.12)
 
 
 def test_idle_rounds_let_bad_ones_fade():
@@ -183,7 +184,7 @@ def test_drafting_begins_again_when_it_pays():
         AutoWidth(learned(cost)), cost, lambda n: [0.0 if n < 300 else 1.0] * K, 900, random.Random(0)
     )
     idle = len(widths) - 1 - widths[::-1].index(0)
-    assert sum(k > 0 for k in widths[:300]) < 12
+    assert sum(k > 0 for k in widths[:300]) < 20
     assert idle < 500, "it never came back"
     assert min(widths[-40:]) >= 5
 
