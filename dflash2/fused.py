@@ -11,7 +11,7 @@ from dflash2.model import DraftLayer, DraftNetwork, RMSNorm
 from dflash2.ops.backend import Backend
 from dflash2.ops.block_conv import block_conv
 from dflash2.ops.block_inputs import BlockInputs, BlockRules, block_inputs
-from dflash2.ops.block_linear import block_linear, gated_linear
+from dflash2.ops.block_linear import MOST_ROWS, block_linear, gated_linear
 from dflash2.ops.int16_rows import GROUP, Int16Rows
 from dflash2.ops.residual_norm import residual_norm
 from dflash2.ops.rotary_heads import rotary_heads
@@ -57,7 +57,8 @@ def fused_pass(
         anchors, kv.row_pool.next, context, embedding, mask_row, first.weight, frequencies, n, rules, backend=backend
     )
     # int8 weights multiply rows as integers. Most make them on the way; the largest find them ready.
-    int16 = _scale(layers[0].mlp.gate_proj) is not None and c.hidden_size % GROUP == 0
+    few = len(anchors) * n <= MOST_ROWS
+    int16 = few and _scale(layers[0].mlp.gate_proj) is not None and c.hidden_size % GROUP == 0
     h, x = inputs.h, inputs.x
     norms = [*[layer.input_layernorm for layer in layers[1:]], network.norm]
     for i, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):

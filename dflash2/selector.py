@@ -79,7 +79,7 @@ class CandidateSelector(nn.Module):
         )
 
     def _gate(self, hidden: Tensor) -> Tensor:
-        """``[R, k, r]``, or fp32 parts of it where a kernel makes it: small as this product is, it must fill the GPU."""
+        """``[R, k, r]``, or fp32 parts of it where a kernel makes it: a small product must fill the GPU too."""
         weight = self.hidden_projection.weight
         if choose_backend("auto", hidden, weight, dots=True) == "torch":
             return self.hidden_projection(hidden)

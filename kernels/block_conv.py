@@ -45,7 +45,7 @@ def _block_conv_kernel(
 
 
 def block_conv(x, base, delta, block_rows, planes):
-    """Launch; shapes as in `dflash2.ops.block_conv`, checked there. Returns y, or its planes and scales, and the rest."""
+    """Launch; shapes as in `dflash2.ops.block_conv`, checked there. Returns y or planes, scales, and the rest."""
     (rows, hidden), (split, _, width), taps = x.shape, delta.shape, base.shape[0]
     groups = width // (2 * taps)
     y, scale = torch.empty_like(x) if not planes else x.new_empty(2, rows, hidden, dtype=torch.int8), None
@@ -56,7 +56,7 @@ def block_conv(x, base, delta, block_rows, planes):
         return y, scale, after
     tile = min(_TILE, triton.next_power_of_2(hidden))
     _block_conv_kernel[(rows, triton.cdiv(hidden, tile))](
-        x, base, delta, y, scale if planes else x, after, rows, block_rows, hidden, groups, SPLIT=split, TAPS=taps, PLANES=planes, TILE=tile,
-        num_warps=max(1, tile // 256), **dependent_launch(x),
+        x, base, delta, y, scale if planes else x, after, rows, block_rows, hidden, groups,
+        SPLIT=split, TAPS=taps, PLANES=planes, TILE=tile, num_warps=max(1, tile // 256), **dependent_launch(x),
     )  # fmt: skip
     return y, scale, after

@@ -17,9 +17,11 @@ DEFAULTS = {
     "num_stages": 4,
 }
 GATED_DEFAULTS = {"BLOCK_O": 32, "BLOCK_K": 128, "WEIGHTS_FIRST": 1, "PREFETCH": 1024, "num_warps": 4, "num_stages": 4}
+#: Of one program, with some to spare for what the compiler adds.
+_SHARED_BYTES = 160 * 1024
 _TILES = (
-    (32, 128, 0, 2, 4), (32, 128, 0, 2, 6), (32, 256, 0, 4, 4), (64, 128, 0, 4, 4), (64, 64, 1, 4, 6), (64, 128, 1, 4, 4),
-    (64, 128, 1, 4, 5), (64, 128, 1, 4, 6), (64, 256, 1, 4, 3), (64, 256, 1, 4, 4), (128, 128, 1, 4, 4),
+    (32, 128, 0, 2, 4), (32, 128, 0, 2, 6), (32, 256, 0, 2, 4), (64, 64, 1, 4, 5), (64, 64, 1, 4, 6),
+    (64, 128, 1, 4, 3), (64, 128, 1, 4, 4), (64, 128, 1, 4, 5), (64, 256, 1, 4, 2), (64, 256, 1, 4, 3), (64, 256, 1, 4, 4),
 )  # fmt: skip
 CANDIDATES = [
     {"BLOCK_O": o, "BLOCK_K": k, "SPLIT": split, "WEIGHTS_FIRST": first, "PREFETCH": 1024, "num_warps": warps,
@@ -50,7 +52,7 @@ def _sums(
     INT8: tl.constexpr, PLANES: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Products of rows ``row0 ..`` with the weight rows at ``w_at [W, 1]`` over columns ``begin .. end``: ``[R, W]``."""
+    """Products of rows ``row0 ..`` with weight rows at ``w_at [W, 1]`` over columns ``begin .. end``: ``[R, W]``."""
     row = row0 + tl.arange(0, BLOCK_R)
     if WEIGHTS_FIRST:
         total = tl.zeros([BLOCK_W, BLOCK_R], tl.float32)
@@ -166,7 +168,7 @@ def block_linear(x, x_scale, weights, scales, settings):
     """
     rows, inner = x.shape[-2:]
     outs = [w.shape[0] for w in weights]
-    s = _fitted(settings, x, scales[0] is not None)
+    s = _fitted(settings, x, scales[0] is not None, settings["BLOCK_O"])
     s["SPLIT"] = min(s["SPLIT"], triton.cdiv(inner, s["BLOCK_K"]))
     y = torch.empty(s["SPLIT"], rows, sum(outs), dtype=torch.float32, device=x.device)
     if y.numel() == 0:
@@ -185,7 +187,7 @@ def block_linear(x, x_scale, weights, scales, settings):
 def gated_linear(x, x_scale, gate, up, scales, dtype, settings):
     """Launch; ``silu(x gate^T) * (x up^T)`` as ``[N, O]`` in ``dtype``. Arguments as of `block_linear`."""
     rows, inner = x.shape[-2:]
-    s = _fitted(settings, x, scales[0] is not None)
+    s = _fitted(settings, x, scales[0] is not None, 2 * settings["BLOCK_O"])
     y = torch.empty(rows, gate.shape[0], dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
@@ -200,7 +202,7 @@ def gated_linear(x, x_scale, gate, up, scales, dtype, settings):
     return y
 
 
-def _fitted(settings, x, int8):
+def _fitted(settings, x, int8, tile_rows):
     """Tiles no larger than the problem; fp32 rows take half of the columns at a time, for their size."""
     s, (rows, inner) = dict(settings), x.shape[-2:]
     # Rows of int8 weights count twice, as their planes: more than 32 of them spill.
@@ -210,4 +212,11 @@ def _fitted(settings, x, int8):
         s["WEIGHTS_FIRST"] = 1
     if x.dtype == torch.int8:
         s["BLOCK_K"] = GROUP.value
+    # Settings were measured for few rows: more of them leave room for fewer columns, or fewer stages.
+    weight_bytes = 1 if int8 else x.element_size()
+    row_bytes = s["BLOCK_R"] * (2 if int8 else x.element_size()) + tile_rows * weight_bytes
+    while s["num_stages"] * s["BLOCK_K"] * row_bytes > _SHARED_BYTES and s["num_stages"] > 2:
+        s["num_stages"] -= 1
+    while s["num_stages"] * s["BLOCK_K"] * row_bytes > _SHARED_BYTES and s["BLOCK_K"] > 64 and x.dtype != torch.int8:
+        s["BLOCK_K"] //= 2
     return s

@@ -1,6 +1,6 @@
 """Kernels that start while the one before them ends (CUDA's programmatic dependent launch, from Hopper on).
 
-Such a kernel asks for the weights it will read, lets its own successor start, and waits for what its predecessors write.
+Such a kernel asks for the weights it will read, lets its own successor start, and waits for what came before it.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel start, then wait until all before this one have written: nothing of theirs is read earlier."""
+    """Let the next kernel start, then wait until all before this one have written what it may read."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -20,8 +20,9 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(at, BYTES: tl.constexpr, PDL: tl.constexpr):
-    """Ask for the first BYTES behind each address ``[W, 1]``, a 128-byte line at a time: the memory stays busy while the
-    kernel before this one ends. For weights only, which no kernel writes.
+    """Ask for the first BYTES behind each address ``[W, 1]``: the memory stays busy while the kernel before ends.
+
+    A 128-byte line at a time. Only hints, which read nothing.
     """
     if PDL:
         line: tl.constexpr = 128 * 8 // at.dtype.element_ty.primitive_bitwidth

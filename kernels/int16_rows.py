@@ -13,7 +13,7 @@ LIMIT = tl.constexpr(32639.0)
 
 @triton.jit
 def int16_planes(x):
-    """``x fp32 [R, K]``, one scale a row: hi and lo int8 ``[R, K]``, scale ``[R]``. NaN and infinity: scale infinite."""
+    """``x fp32 [R, K]``, one scale a row: hi and lo int8 ``[R, K]``, scale ``[R]``, infinite for NaN and infinity."""
     largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
     q = tl.floor(x * (1.0 / tl.maximum(largest, 1e-30) * LIMIT)[:, None] + 0.5).to(tl.int32)
     hi = (q + 128) >> 8

@@ -69,7 +69,7 @@ def _residual_norm_kernel(
 
 
 def residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite):
-    """Launch; shapes as in `dflash2.ops.residual_norm`, checked there. With ``finite`` only the normed rows 1.. return."""
+    """Launch; shapes as in `dflash2.ops.residual_norm`, checked there. With ``finite`` rows 1.. are normed alone."""
     split, rows, hidden = a.shape
     taps = 0 if base is None else base.shape[0]
     last = finite is not None

@@ -71,11 +71,23 @@ def collect(
 
 
 @triton.jit
+def _largest(keys, SLOTS: tl.constexpr):
+    """The SLOTS largest of distinct keys, descending; one maximum after the other, which beats sorting for so few."""
+    slot = tl.arange(0, SLOTS)
+    top = tl.full([SLOTS], LOWEST_KEY, tl.int64)
+    for i in range(SLOTS):
+        best = tl.max(keys, 0)
+        top = tl.where(slot == i, best, top)
+        keys = tl.where(keys == best, LOWEST_KEY, keys)
+    return top
+
+
+@triton.jit
 def _best_keys(lists_ptr, lengths_at, tile, tiles, SLOTS: tl.constexpr, BLOCK_R: tl.constexpr):
     """The SLOTS best of the first keys of some tiles."""
     length = tl.load(lengths_at + tile, mask=tile < tiles, other=0)
     best = tl.load(lists_ptr + tile.to(tl.int64) * (SLOTS * BLOCK_R), mask=length > 0, other=LOWEST_KEY)
-    return tl.topk(best, SLOTS)
+    return _largest(best, SLOTS)
 
 
 @triton.jit(do_not_specialize=["tiles", "count", "first_id"])
@@ -91,13 +103,13 @@ def _select_kernel(
     top = _best_keys(lists_ptr, lengths_at, tl.arange(0, TILES), tiles, SLOTS, BLOCK_R)
     for start in range(TILES, tiles, TILES):
         more = _best_keys(lists_ptr, lengths_at, start + tl.arange(0, TILES), tiles, SLOTS, BLOCK_R)
-        top = tl.topk(tl.reshape(tl.join(top, more), [2 * SLOTS]), SLOTS)
+        top = _largest(tl.reshape(tl.join(top, more), [2 * SLOTS]), SLOTS)
     tile = _token(top) // BLOCK_V
     length = tl.load(lengths_at + tile, mask=top > LOWEST_KEY, other=0)
     slot = tl.arange(0, SLOTS)
     keys_at = tile.to(tl.int64)[:, None] * (SLOTS * BLOCK_R) + slot[None, :] * BLOCK_R
     keys = tl.load(lists_ptr + keys_at, mask=slot[None, :] < length[:, None], other=LOWEST_KEY)
-    top = tl.topk(tl.reshape(keys, [SLOTS * SLOTS]), SLOTS)
+    top = _largest(tl.reshape(keys, [SLOTS * SLOTS]), SLOTS)
     # A list that was longer for the sake of another row ends in keys of no value.
     found = top >= tl.full([SLOTS], LOWEST + 1, tl.int64) << 32
     value = _flip((top >> 32).to(tl.int32)).to(tl.float32, bitcast=True)

@@ -35,7 +35,7 @@ def check_operations(device: torch.device) -> tuple[bool, str]:
         return check_kernels(device)
     command = [sys.executable, "-m", "pytest", str(folder), "-m", "gpu", "-q", "-x", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist"):  # compiling takes most of the time
-        command += ["-n", str(min(8, os.cpu_count() or 1))]
+        command += ["-n", str(min(8, os.cpu_count() or 1)), "-p", "no:benchmark"]
     done = subprocess.run(command, cwd=folder.parents[1], capture_output=True, text=True, check=False)
     lines = (done.stdout + done.stderr).splitlines()
     if done.returncode:

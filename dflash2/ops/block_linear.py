@@ -19,9 +19,9 @@ from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.int16_rows import Int16Rows
 from dflash2.ops.launch import launch_settings
 
-__all__ = ["block_linear", "block_linear_reference", "gated_linear", "gated_linear_reference"]
+__all__ = ["MOST_ROWS", "block_linear", "block_linear_reference", "gated_linear", "gated_linear_reference"]
 
-#: From here on 16-bit products are cuBLAS's: reading the weights no longer hides the arithmetic.
+#: From here on products are cuBLAS's, of int8 weights made 16-bit: reading the weights no longer hides the arithmetic.
 MOST_ROWS = 64
 
 Scales = Sequence[Tensor | None]
@@ -46,12 +46,12 @@ def block_linear(
         ValueError: shapes or dtypes do not fit, or the backend cannot run here.
     """
     _check("block_linear", x, weights, scales)
-    rows, x_scale, dtype = _parts(x)
+    rows, x_scale, _ = _parts(x)
     if choose_backend(backend, rows if x_scale is None else x_scale, dots=True) == "torch":
         return block_linear_reference(x, weights, scales)
     n, inner = rows.shape[-2:]
-    if n > MOST_ROWS and scales[0] is None and backend == "auto":
-        return torch.cat([F.linear(rows, w) for w in weights], -1)[None]
+    if n > MOST_ROWS and x_scale is None and backend == "auto":
+        return torch.cat([_many_rows(rows, w, s) for w, s in zip(weights, scales, strict=True)], -1)[None]
     from dflash2.kernels import block_linear as kernel
 
     sizes = {"rows": max(n, 1), "inner": inner, "out": sum(w.shape[0] for w in weights)}
@@ -88,8 +88,8 @@ def gated_linear(
     if choose_backend(backend, rows if x_scale is None else x_scale, dots=True) == "torch":
         return gated_linear_reference(x, gate, up, scales)
     n, inner = rows.shape[-2:]
-    if n > MOST_ROWS and scales[0] is None and backend == "auto":
-        return F.silu(F.linear(rows, gate)) * F.linear(rows, up)
+    if n > MOST_ROWS and x_scale is None and backend == "auto":
+        return F.silu(_many_rows(rows, gate, scales[0])) * _many_rows(rows, up, scales[1])
     from dflash2.kernels import block_linear as kernel
 
     sizes = {"rows": max(n, 1), "inner": inner, "out": gate.shape[0]}
@@ -102,6 +102,12 @@ def gated_linear(
 def gated_linear_reference(x: Tensor | Int16Rows, gate: Tensor, up: Tensor, scales: Scales) -> Tensor:
     """The definition, in torch, rounded once."""
     return (F.silu(_product(x, gate, scales[0])) * _product(x, up, scales[1])).to(x.dtype)
+
+
+def _many_rows(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """The product of cuBLAS in x's dtype. An int8 weight is exact in 16 bits; its scales follow."""
+    y = F.linear(x, weight.to(x.dtype))
+    return y if scale is None else (y.float() * scale).to(x.dtype)
 
 
 def _parts(x: Tensor | Int16Rows) -> tuple[Tensor, Tensor | None, torch.dtype]:
