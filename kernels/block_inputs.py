@@ -69,7 +69,8 @@ def block_inputs(anchors, starts, slots, next_positions, context_rows, embedding
     _block_inputs_kernel[(requests, block_rows)](
         anchors, starts, slots, next_positions, context_rows, embedding,
         embedding if mask_row is None else mask_row, frequencies, weight, h, x, cos, sin, valid,
-        vocab_size, mask_id, hidden, half, eps, embedding_scale, rope_scale, context_rows.shape[1], ANY_CONTEXT=any_context, MASK_ROW=mask_row is not None,
+        vocab_size, mask_id, hidden, half, eps, embedding_scale, rope_scale, context_rows.shape[1],
+        ANY_CONTEXT=any_context, MASK_ROW=mask_row is not None,
         HALF=triton.next_power_of_2(half), BLOCK=_POSITIONS, TILE=tile, num_warps=max(1, min(16, tile // 256)),
         **dependent_launch(embedding),
     )  # fmt: skip

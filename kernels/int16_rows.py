@@ -3,8 +3,11 @@
 x = scale * (256 * hi + lo),   one scale for each GROUP channels of a row
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from .dependent_launch import dependent_launch, wait_for_inputs
 
 GROUP = tl.constexpr(128)
 #: 256 * 127 + 127: both halves fit int8.
@@ -46,3 +49,29 @@ def dot_int8(x, w, total):
     hi, lo, scale = int16_planes(x.to(tl.float32))
     hi_lo = tl.reshape(tl.permute(tl.join(hi, lo), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
     return dot_planes(hi_lo, scale, w, total)
+
+
+@triton.jit
+def _int16_rows_kernel(
+    x_ptr, planes_ptr, scale_ptr, rows, width, x_stride, TILE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = channel < width
+    x = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    hi_at = planes_ptr + row * width
+    lo_at = hi_at + tl.cast(rows, tl.int64) * width
+    store_int16_row(x, channel, inside, hi_at, lo_at, scale_ptr + row * (width // GROUP), TILE)
+
+
+def int16_rows(x):
+    """Launch: ``x [N, K]``, rows contiguous, K a multiple of GROUP, to int8 ``[2, N, K]`` and fp32 ``[N, K/GROUP]``."""
+    rows, width = x.shape
+    planes = torch.empty(2, rows, width, dtype=torch.int8, device=x.device)
+    scale = torch.empty(rows, width // GROUP.value, dtype=torch.float32, device=x.device)
+    if rows:
+        tile = min(2048, triton.next_power_of_2(width))
+        _int16_rows_kernel[(rows, triton.cdiv(width, tile))](
+            x, planes, scale, rows, width, x.stride(0), TILE=tile, num_warps=4, **dependent_launch(x)
+        )
+    return planes, scale

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
-from .int16_rows import GROUP, dot_int8
+from .int16_rows import GROUP, dot_int8, dot_planes, int16_rows
 
 #: For few rows, bound by reading the weights. GATHER 1 sums the spans inside a program.
 DEFAULTS = {"BLOCK_O": 64, "BLOCK_R": 16, "BLOCK_K": 128, "GATHER": 0, "num_warps": 4, "num_stages": 4}
@@ -27,8 +27,9 @@ CANDIDATES = [
         (256, 128, 64, 0, 8, 3), (256, 128, 64, 0, 8, 4),
     )
 ]  # fmt: skip
-#: Two programs on each of 132 multiprocessors read as fast as more. Fixed: another number of spans is another sum.
-PROGRAMS, SPAN_TILE, SPAN_STEP, LEAST_SPAN = 264, 64, 256, 512
+#: Three programs on each of 132 multiprocessors: with fewer, some read two tiles where others read one. Fixed: another
+#: number of spans is another sum.
+PROGRAMS, SPAN_TILE, SPAN_STEP, LEAST_SPAN = 396, 64, 256, 512
 
 
 def span_length(outputs: int, inputs: int) -> int:
@@ -50,8 +51,8 @@ def defaults(rows: int, device: torch.device) -> dict[str, int]:
 
 @triton.jit
 def _span_sum(
-    x_at, weight_at, begin, end,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    x_at, x_scale_at, weight_at, begin, end,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """fp32 ``[BLOCK_O, BLOCK_R]``: products over the inputs ``[begin, end)``, in ascending order."""
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -62,7 +63,9 @@ def _span_sum(
         else:
             inside = at + k < end
             weight, x = tl.load(weight_at + at + k, mask=inside, other=0), tl.load(x_at + at + k, mask=inside, other=0)
-        if weight.dtype == tl.int8:
+        if PLANES:
+            total = dot_planes(x, tl.load(x_scale_at + at // GROUP), weight, total)
+        elif weight.dtype == tl.int8:
             total = dot_int8(x, weight, total)
         else:
             total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
@@ -71,9 +74,9 @@ def _span_sum(
 
 @triton.jit(do_not_specialize=["rows"])
 def _span_sums_kernel(
-    x_ptr, weight_ptr, sums_ptr,
+    x_ptr, x_scale_ptr, weight_ptr, sums_ptr,
     rows, outputs, inputs, x_stride, span,
-    TABLE: tl.constexpr, INT8: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
+    TABLE: tl.constexpr, PLANES: tl.constexpr, INT8: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(outputs, BLOCK_O)
@@ -84,7 +87,14 @@ def _span_sums_kernel(
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     output = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     # Rows past the end read the last one again: no mask on what costs most.
-    x_at = x_ptr + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride
+    x_row = tl.minimum(row, rows - 1).to(tl.int64)
+    x_scale_at = x_scale_ptr + x_row * (inputs // GROUP)
+    if PLANES:
+        half = tl.arange(0, 2 * BLOCK_R)
+        half_row = tl.minimum(tl.program_id(0) * BLOCK_R + half % BLOCK_R, rows - 1)
+        x_at = x_ptr + ((half // BLOCK_R * rows.to(tl.int64) + half_row) * inputs)[:, None]
+    else:
+        x_at = x_ptr + x_row[:, None] * x_stride
     weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs
     prefetch_rows(weight_at + tl.program_id(2) * span, 1024, PDL)
     wait_for_inputs(PDL)
@@ -92,11 +102,11 @@ def _span_sums_kernel(
         total = tl.zeros([BLOCK_O, BLOCK_R], dtype=tl.float32)
         for begin in range(0, inputs, span):
             end = tl.minimum(begin + span, inputs)
-            total += _span_sum(x_at, weight_at, begin, end, BLOCK_R, BLOCK_O, BLOCK_K, EVEN)
+            total += _span_sum(x_at, x_scale_at, weight_at, begin, end, BLOCK_R, BLOCK_O, BLOCK_K, EVEN, PLANES)
     else:
         begin = tl.program_id(2) * span
         end = tl.minimum(begin + span, inputs)
-        total = _span_sum(x_at, weight_at, begin, end, BLOCK_R, BLOCK_O, BLOCK_K, EVEN)
+        total = _span_sum(x_at, x_scale_at, weight_at, begin, end, BLOCK_R, BLOCK_O, BLOCK_K, EVEN, PLANES)
     width = (tl.num_programs(1) // tiles).to(tl.int64) * outputs
     row_at = sums_ptr + (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * width
     mask = (row < rows)[:, None] & (output < outputs)[None, :]
@@ -142,8 +152,11 @@ def span_sums(
         return sums
     grid = (triton.cdiv(rows, s["BLOCK_R"]), matrices * triton.cdiv(outputs, s["BLOCK_O"]), spans)
     with torch.cuda.device_of(x):
+        planes = int8 and inputs % GROUP.value == 0
+        x, scale = int16_rows(x) if planes else (x, sums)
         _span_sums_kernel[grid](
-            x, weight, sums, rows, outputs, inputs, x.stride(0), span, TABLE=table is not None, INT8=int8,
+            x, scale, weight, sums, rows, outputs, inputs, x.stride(0), span, TABLE=table is not None, PLANES=planes,
+            INT8=int8,
             EVEN=inputs % s["BLOCK_K"] == 0, **s, **dependent_launch(x),
         )  # fmt: skip
     return sums

@@ -101,7 +101,8 @@ def test_gated(shape, dtype, int8, device):
     if int8:  # within what the rounding of the rows can do to either factor
         y, half = gated_linear(x, gate, up, scales, backend="triton").double(), torch.finfo(x.dtype).eps
         for w, s in ((gate64, scales64[0]), (up64, scales64[1])):
-            assert w.shape == (out, inner) and s.shape == (out,)
+            assert w.shape == (out, inner)
+            assert s.shape == (out,)
         g, u = (x64 @ w.T * s for w, s in ((gate64, scales64[0]), (up64, scales64[1])))
         e_g, e_u = (
             (tolerance(x, [w], [s], e) for w, s, e in ((gate, scales[0], g), (up, scales[1], u))) if rows else (0, 0)

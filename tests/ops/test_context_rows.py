@@ -21,7 +21,7 @@ from dflash2.testing import NoHostReads, assert_kernel_close, cpu_as_device
 
 NAN = float("nan")
 #: L, taps width, H, nkv, hd: one and primes, heads that are no power of two, several spans of inputs, 512 wide.
-SHAPES = [(1, 3, 5, 1, 2), (2, 14, 7, 3, 6), (2, 1100, 24, 2, 8), (3, 40, 32, 1, 40)]
+SHAPES = [(1, 3, 5, 1, 2), (2, 14, 7, 3, 6), (2, 1100, 24, 2, 8), (3, 40, 32, 1, 40), (1, 256, 128, 1, 4)]
 REAL = [(3, 2560, 512, 4, 64), (5, 25600, 5120, 8, 128), (5, 33280, 6656, 8, 128), (6, 20480, 2560, 4, 128)]
 
 
