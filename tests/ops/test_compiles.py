@@ -1,0 +1,30 @@
+"""The interpreter forgives what the compiler refuses: kernels compile here for the GPUs they are for."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Shared memory of one program, in bytes.
+LIMITS = {80: 163 << 10, 90: 227 << 10}
+PRODUCTS = ("block_linear", "window_attention._window", "int8_head._top", "row_linear", "selector_walk")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", LIMITS)
+def test_kernels_compile(capability, tmp_path):
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, str(ROOT / "tests/ops/compile_kernels.py"), str(capability)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for line in done.stdout.splitlines():
+        made = json.loads(line)
+        assert made["shared"] <= LIMITS[capability], line
+        assert made["mma"] or not made["kernel"].startswith(PRODUCTS), line
+    assert len(done.stdout.splitlines()) > 10
