@@ -90,8 +90,8 @@ def test_a_head_that_is_on_the_grid_changes_nothing():
     model.get_output_embeddings().weight.data = 2**-9 * weight
     found = measure_head(model, TEXT)
     assert (found.flips, found.widest_flip) == (0, None)
-    # What is left is the rounding of the rows to 16-bit integers: half a step, 2^-16 of a row's largest value, times the
-    # sum of a weight row's sizes. Normed rows stay below sqrt(32).
+    # What is left is the rounding of the rows to 16-bit integers, half a step: 2^-16 of a row's largest value, times
+    # the sum of a weight row's sizes. Normed rows stay below sqrt(32).
     bound = 2**-16 * 32**0.5 * float((2**-9 * weight).abs().sum(1).max())
     assert found.max_logit_change < bound
     assert 0 <= found.kl_max < bound
