@@ -68,7 +68,7 @@ def table(report: dict[str, Any]) -> str:
         [
             f"{where} Measured in the same run: read {read:.2f} TB/s, copy {copy:.2f} TB/s.",
             "",
-            "| | µs (20-80 %) | MB that must move | time over floor | share of read bandwidth | beside, µs |",
+            "| | µs (20-80 %) | MB that must move | time over floor | of read bandwidth, or arithmetic | beside, µs |",
             "|---|---|---|---|---|---|",
             *[_row(words, cases[name]) for name, words in ROWS.items() if name in cases],
         ]
@@ -81,11 +81,17 @@ def _row(words: str, c: dict[str, Any]) -> str:
         words,
         f"{c['median_us']:,.0f} ({c['p20_us']:,.0f}-{c['p80_us']:,.0f})",
         f"{c['bytes'] / 1e6:,.0f}",
-        f"{c['over_floor']:.2f}",
-        f"{c['share_of_read']:.0%}",
+        *_reached(c),
         "; ".join(peers),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _reached(c: dict[str, Any]) -> tuple[str, str]:
+    """Time over the floor and share of bandwidth; operations by time where arithmetic and not bytes set the pace."""
+    if "operations" in c:
+        return "", f"{c['operations'] / c['median_us'] / 1e6:,.0f} TFLOP/s"
+    return f"{c['over_floor']:.2f}", f"{c['share_of_read']:.0%}"
 
 
 def into_readme(text: str, report: dict[str, Any]) -> str:
@@ -100,7 +106,7 @@ def into_readme(text: str, report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Shares of the measured read bandwidth by case, and the round's time over the length of the context.
+    """Shares of the read bandwidth of the cases that it bounds, and the round's time over the length of the context.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -111,7 +117,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         raise ConfigError("plots need matplotlib: pip install 'dflash2[notebooks]'") from None
     figure = Figure(figsize=(11, 0.26 * len(report["cases"]) + 2), layout="constrained")
     bars, curve = figure.subplots(1, 2, width_ratios=(3, 2))
-    cases = report["cases"][::-1]
+    cases = [c for c in report["cases"][::-1] if "operations" not in c]
     bars.barh([c["case"] for c in cases], [100 * c["share_of_read"] for c in cases], color="tab:blue")
     bars.axvline(100, color="black", linewidth=1)
     bars.set_xlabel("bytes that must move / time, % of the measured read bandwidth")

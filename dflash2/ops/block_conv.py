@@ -17,8 +17,8 @@ def block_conv(
     """Convolve the rows of blocks, and round the coefficients that the convolution after the sublayer will use.
 
     Args:
-        x: ``[N, H]``, contiguous; N is a multiple of ``block_rows``.
-        base: ``[K, H]``.
+        x: floating ``[N, H]``, contiguous; N is a multiple of ``block_rows``.
+        base: floating ``[K, H]``.
         delta: ``[S, N, 2*K*H/G]`` from `block_linear`: both sides' coefficients, this one's first.
         block_rows: n, rows of a block.
         int16: return the rows as `Int16Rows`; H is a multiple of its group.

@@ -64,9 +64,9 @@ def block_inputs(
         anchors: int64 ``[R]``, any value.
         next_positions: int64 ``[slots]``, each sequence's next position.
         context: slots, starts, tags and pages.
-        embedding: ``[V', H]``.
-        mask_row: ``[H]`` in place of the mask token's row, or None.
-        weight: of the first norm, ``[H]``.
+        embedding: floating ``[V', H]``.
+        mask_row: floating ``[H]`` in place of the mask token's row, or None.
+        weight: of the first norm, floating ``[H]``; its dtype is the result's.
         frequencies: fp32 ``[hd/2]``.
         block_rows: n.
         rules: see `BlockRules`.

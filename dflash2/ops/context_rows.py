@@ -111,7 +111,7 @@ def context_rows(
 def project_rows(
     taps: Tensor, positions: Tensor, weights: ContextWeights, *, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Keys (normed and rotated) and values of each token, each ``[L, N, nkv, hd]``; arguments as of `context_rows`."""
+    """Keys (normed and rotated) and values of each token, each ``[L, N, nkv, hd]``; otherwise as `context_rows`."""
     if context_backend(backend, taps, weights) == "torch":
         return project_rows_reference(taps, positions, weights)
     layers, heads, head_dim = weights.heads
@@ -127,7 +127,11 @@ def project_rows_reference(taps: Tensor, positions: Tensor, weights: ContextWeig
 
 
 def context_features(taps: Tensor, weights: ContextWeights, *, backend: Backend = "auto") -> Tensor:
-    """The first half of `context_rows`: ``[N, H]``, what all layers read."""
+    """The first half of `context_rows`: ``[N, H]`` in the dtype of ``hidden_norm``, what all layers read.
+
+    Raises:
+        ValueError: the taps are no floating-point ``[N, T*H]``, or the backend cannot run here.
+    """
     if taps.dim() != 2 or taps.shape[1] != weights.fc.weight.shape[1] or not taps.is_floating_point():
         raise ValueError(
             f"context_rows got taps {list(taps.shape)} {taps.dtype}; expected floating-point rows "
@@ -149,7 +153,11 @@ def store_features(
     features: Tensor, positions: Tensor, rows: Tensor, weights: ContextWeights, keys_out: Tensor, values_out: Tensor, *,
     backend: Backend = "auto",
 ) -> None:  # fmt: skip
-    """The second half of `context_rows`: from ``features [N, H]`` to rows of the pool."""
+    """The second half of `context_rows`: from ``features [N, H]``, as of `context_features`, to rows of the pool.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the backend cannot run here; nothing is written.
+    """
     _check(features, positions, rows, weights, keys_out, values_out)
     if context_backend(backend, features, weights) == "torch":
         keys, values = _project(features, positions, weights)
@@ -171,7 +179,11 @@ def store_features(
 
 
 def context_backend(backend: str, x: Tensor, weights: ContextWeights) -> str:
-    """`choose_backend` for taps or features ``x`` of any dtype. Weights no kernel takes make ``auto`` the reference."""
+    """`choose_backend` for taps or features ``x`` of any dtype. Weights no kernel takes make ``auto`` the reference.
+
+    Raises:
+        ValueError: as `choose_backend`, or the kernels were asked for and cannot take the weights.
+    """
     w = weights
     tensors = [t for m in (w.fc, *w.maps) for t in m if t is not None and t.is_floating_point()]
     chosen = choose_backend(backend, w.hidden_norm, x[:0].to(w.hidden_norm.dtype), *w.key_norms, *tensors, dots=True)

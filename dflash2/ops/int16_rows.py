@@ -39,7 +39,7 @@ class Int16Rows(NamedTuple):
 
 
 def int16_rows(x: Tensor) -> Int16Rows:
-    """The definition, in torch: ``x [N, K]`` floating point, K a multiple of `GROUP`."""
+    """The definition, in torch: of ``x [N, K]`` floating point, K a multiple of `GROUP` (else torch raises)."""
     groups = x.float().unflatten(1, (-1, GROUP))
     largest = groups.abs().nan_to_num(nan=torch.inf).amax(-1)
     q = torch.floor(groups * (LIMIT / largest.clamp_min(1e-30))[..., None] + 0.5).nan_to_num(0.0).to(torch.int32)

@@ -101,7 +101,7 @@ def int8_head_top(
 
 
 def whole_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as whole numbers.
+    """Rows ``hidden [N, H]``, floating, as whole numbers.
 
     Returns:
         fp32 ``[N, H]``, whole numbers within +-32639, and the scale fp32 ``[N]``, NaN for a row that is not finite.

@@ -22,7 +22,7 @@ def residual_norm(
     """Add a sublayer's convolved output to the residual stream, and norm it.
 
     Args:
-        h: residual stream ``[N, H]``, contiguous; N is a multiple of ``block_rows``.
+        h: residual stream, floating ``[N, H]``, contiguous; N is a multiple of ``block_rows``.
         a: the sublayer's output in parts ``[S, N, H]``, as `block_linear` gives it.
         bias: ``[H]``, added to the sum of a, or None.
         base: ``[K, H]``, or None for a network without convolutions.

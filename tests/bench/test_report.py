@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_cases import REQUIRED
 
 from dflash2.bench.cases import CASES
 from dflash2.bench.report import BEGIN, END, PEERS, ROWS, into_readme, load, main, plot, table
@@ -48,6 +49,12 @@ def test_table_says_what_was_measured(report):
     assert "| 1,250 (1,240-1,262) | 5,010 | 1.10 | 91% | published modules 51,000 (40.8x) |" in found
     assert len({line.count("|") for line in lines[2:]}) == 1
     assert len(lines) == 4 + 3, "three of the cases have a row"
+
+
+def test_arithmetic_is_shown_as_such(report):
+    """7.5e11 operations in 1.5 ms are 500e12 a second; a share of the read bandwidth would say nothing."""
+    report["cases"].append(row("append.27b.2048", 1500.0, operations=750_000_000_000))
+    assert "| 5,010 |  | 500 TFLOP/s |  |" in table(report).splitlines()[-1]
 
 
 def test_every_row_of_the_readme_is_a_case():
