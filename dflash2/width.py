@@ -22,9 +22,8 @@ ALL_FOLLOW = FOLLOW / 2
 #: One measurement counts as at most so many times dearer or cheaper.
 OUTLIER = 2.0
 
-#: What is expected of a request's drafts before the first, and how many drafts weigh as much. Optimistic: trying costs
-#: a round or two, not trying could cost the whole answer.
-PRIOR, PRIOR_WEIGHT = 0.8, 4.0
+#: What is expected of a request's drafts before the first, and how many drafts weigh as much.
+PRIOR, PRIOR_WEIGHT = 0.7, 4.0
 #: How many drafts at one position weigh as much as what is known of all positions together.
 POSITION_WEIGHT = 8.0
 #: What a round counts after one more: the text moves on. Also after one without drafts, so that bad ones are forgotten.
@@ -32,7 +31,7 @@ MEMORY = 0.95
 
 #: What drafts may cost beyond what they save: so many plain rounds, and this share of the time since the start. Two
 #: rounds let a request whose first draft falls try again; with one, good requests were given up for a bad start.
-STAKE_ROUNDS, STAKE_SHARE = 2.0, 0.01
+STAKE_ROUNDS, STAKE_SHARE = 2.0, 0.005
 
 
 class RoundCosts:

@@ -109,7 +109,7 @@ def test_what_slows_one_width_slows_the_others_half():
 
 def test_a_new_request_is_trusted():
     tokens = Acceptance().tokens(3)
-    assert tokens == pytest.approx([1, 1.8, 1.8 + 0.64, 1.8 + 0.64 + 0.512])
+    assert tokens == pytest.approx([1, 1.7, 1.7 + 0.49, 1.7 + 0.49 + 0.343])
 
 
 @pytest.mark.parametrize("rates", [[0.9] * K, [0.3] * K, [0.95, 0.9, 0.8, 0.6, 0.4, 0.2, 0.1]], ids=str)
