@@ -150,3 +150,12 @@ def test_speeds_are_those_of_the_result_file():
         ratios = sorted(p / d for p, d in zip(a["plain_s"], a["drafted_s"], strict=True))
         assert f"{a['name']} {a['ratio']:.2f}x ({ratios[0]:.2f}-{ratios[-1]:.2f})" in README.replace("\n", " ")
         assert a["difference"] is None
+
+
+def test_what_int8_costs_is_what_was_measured():
+    file = json.loads((ROOT / "dflash2/bench/results/acceptance-int8.json").read_text())
+    text = README.replace("\n", " ")
+    for name, words in (("gsm8k", "{} becomes {} on GSM8K"), ("mt_bench", "{} becomes {} on MT-Bench"),
+                        ("humaneval", "{} stays {} on HumanEval")):  # fmt: skip
+        assert words.format(*(f"{file[k]['acceptance_length'][name]:.2f}" for k in ("dense", "int8"))) in text
+    assert all(p["count"] == 20 for p in file["prompts"].values())
