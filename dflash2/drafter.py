@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dflash2.append import append_on_device, append_on_host, append_rows_on_device
+from dflash2.borrowed import Borrowed, check_table
 from dflash2.capture import CAPTURED_BATCHES, CapturedDrafting
-from dflash2.config import MAX_PADDED_ROWS, DFlash2Config
+from dflash2.config import DFlash2Config
 from dflash2.errors import ConfigError
-from dflash2.fused import fused_pass
 from dflash2.int8_linear import quantize_linears
 from dflash2.lm_head import LMHead, as_lm_head
 from dflash2.model import DraftNetwork
-from dflash2.ops.backend import Backend, choose_backend
-from dflash2.ops.selector_walk import draw, finite, one_hot, shape_logits, tempered
-from dflash2.ops.top_candidates import top_candidates
-from dflash2.ops.window_attention import PagedContext, window_attention
+from dflash2.ops.block_inputs import embed_blocks
+from dflash2.ops.selector_walk import shape_logits
+from dflash2.ops.window_attention import PagedContext
 from dflash2.positions import (
     as_list,
     host_integers,
@@ -34,23 +32,11 @@ from dflash2.positions import (
     upload,
 )
 from dflash2.proposal import Proposal
+from dflash2.propose import block_pass, choose_drafts
 from dflash2.random import Stream, uniform
 from dflash2.window_kv import WindowKV
 
 __all__ = ["DFlash2Drafter"]
-
-
-class _Borrowed(list[Any]):
-    """What belongs to the target, in a list so that it is not taken for a part of the drafter.
-
-    A deep copy of the drafter shares it too; a pickle leaves it out, and the drafter in it is not bound.
-    """
-
-    def __deepcopy__(self, memo: object) -> _Borrowed:
-        return self
-
-    def __reduce__(self) -> tuple[type[_Borrowed], tuple[()]]:
-        return _Borrowed, ()
 
 
 class DFlash2Drafter(DraftNetwork):
@@ -62,14 +48,12 @@ class DFlash2Drafter(DraftNetwork):
     """
 
     mask_embedding: Tensor | None
-    #: ``"auto"``: kernels on a GPU, modules elsewhere. ``"torch"`` and ``"triton"`` insist on one of them.
-    backend: Backend = "auto"
 
     def __init__(self, config: DFlash2Config, *, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__(config, device=device, dtype=dtype or getattr(torch, config.dtype))
         self.register_buffer("mask_embedding", None, persistent=False)
-        self._embedding: list[Tensor] = _Borrowed()
-        self._head: list[LMHead] = _Borrowed()
+        self._embedding: list[Tensor] = Borrowed()
+        self._head: list[LMHead] = Borrowed()
 
     # -- making ---------------------------------------------------------------------------------------------------
 
@@ -137,27 +121,13 @@ class DFlash2Drafter(DraftNetwork):
         if not isinstance(embedding, Tensor) or not embedding.is_floating_point():
             found = getattr(embedding, "dtype", type(embed_weight).__name__)
             raise ConfigError(f"embed_weight is a {found}: expected the table [V, H] or the module that has it.")
-        self._check_table("embed_weight", embedding)
+        check_table("embed_weight", embedding, self.config, self.device)
         head = as_lm_head(lm_head)
         weight = getattr(head, "weight", None)
         if isinstance(weight, Tensor):
-            self._check_table("lm_head", weight)
-        self._embedding, self._head = _Borrowed([embedding]), _Borrowed([head])
+            check_table("lm_head", weight, self.config, self.device)
+        self._embedding, self._head = Borrowed([embedding]), Borrowed([head])
         return self
-
-    def _check_table(self, name: str, table: Any) -> None:
-        c, shape = self.config, tuple(table.shape)
-        rows = range(c.vocab_size, c.vocab_size + MAX_PADDED_ROWS)
-        if len(shape) != 2 or shape[1] != c.hidden_size or shape[0] not in rows:
-            raise ConfigError(
-                f"{name} has shape {list(shape)}: this drafter needs [{c.vocab_size}, {c.hidden_size}] (up to "
-                f"{MAX_PADDED_ROWS - 1} padded rows). It was trained for another target."
-            )
-        if table.device != self.device:
-            raise ConfigError(
-                f"{name} is on {table.device} and the drafter on {self.device}: they are shared, not copied. Load both "
-                "on one device."
-            )
 
     @property
     def is_bound(self) -> bool:
@@ -400,92 +370,20 @@ class DFlash2Drafter(DraftNetwork):
         self, kv: WindowKV, k: int, length: int, slots: Tensor, starts: Tensor, anchors: Tensor,
         temperature: Tensor | None, noise: Tensor | None,
     ) -> Proposal:  # fmt: skip
-        """All that a propose does on the device; it looks at no value, so it can be captured."""
+        """All that a propose does on the device."""
         context = PagedContext(kv.tags, kv.page_table, slots, starts, kv.page_size, length)
-        table = self._embedding[0]
-        if choose_backend(self.backend, self.norm.weight, table, dots=True) == "triton":
-            mask_row = self.mask_embedding
-            rows, valid = fused_pass(self, kv, context, table, mask_row, anchors, k + 1, self.backend)
-        else:
-            rows, valid = self._pass_by_modules(kv, context, anchors, k)
-        return self._choose(rows, anchors, valid, temperature, noise)
-
-    def _pass_by_modules(self, kv: WindowKV, context: PagedContext, anchors: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Final hidden states of rows 1..k, ``[R, k, H]``, and which requests can draft, ``[R]``: see `fused_pass`."""
-        c = self.config
-
-        def attend(layer: int, q: Tensor, k_rows: Tensor, v_rows: Tensor) -> Tensor:
-            return window_attention(
-                q, k_rows, v_rows, kv.keys[layer], kv.values[layer], context, window=c.windows[layer],
-                causal=c.causal[layer], backend="torch",
-            )  # fmt: skip
-
-        in_range = (anchors >= 0) & (anchors < c.vocab_size)
-        positions = context.starts[:, None] + torch.arange(k + 1, device=anchors.device)
-        hidden = self(self.embed(anchors.where(in_range, 0), k), positions, attend)
-        valid = in_range & hidden.isfinite().flatten(1).all(1) & (kv.row_pool.next[context.slots] == context.starts)
-        if c.retention != 0:  # else windows of one: no layer looks at context
-            valid = valid & context.seen(c.windows)
-        return torch.nan_to_num(hidden[:, 1:], posinf=0.0, neginf=0.0), valid
+        table, mask_row = self._embedding[0], self.mask_embedding
+        rows, valid = block_pass(self, kv, context, table, mask_row, anchors, k + 1)
+        return choose_drafts(self, self._head[0], rows, anchors, valid, temperature, noise)
 
     def embed(self, anchors: Tensor, k: int) -> Tensor:
         """Input rows of blocks: anchors ``[...]`` and k masks each -> ``[..., k+1, H]``, raw rows times the scale."""
-        c = self.config
-        ids = torch.full((*anchors.shape, k + 1), c.mask_token_id, dtype=torch.int64, device=anchors.device)
-        ids[..., 0] = anchors
-        rows = F.embedding(ids, self._embedding[0]).to(self.dtype)
-        if self.mask_embedding is not None:
-            rows = torch.where((ids == c.mask_token_id)[..., None], self.mask_embedding.to(self.dtype), rows)
-        return rows * c.input_embedding_scale if c.input_embedding_scale != 1.0 else rows
+        c, table, mask_row = self.config, self._embedding[0], self.mask_embedding
+        return embed_blocks(anchors, k + 1, c.mask_token_id, table, mask_row, c.input_embedding_scale, self.dtype)
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Multiplier, then softcap, in fp32. Monotone, so the best tokens are known before. -inf stays ruled out."""
         return shape_logits(logits, self.config.output_multiplier, self.config.final_logit_softcapping)
-
-    def _choose(
-        self, rows: Tensor, anchors: Tensor, valid: Tensor, temperature: Tensor | None, noise: Tensor | None
-    ) -> Proposal:
-        """Drafts from the final hidden states of rows 1..k, ``[R, k, H]``."""
-        shape = tuple(rows.shape[:2])
-        if 0 in shape:
-            none = anchors.new_zeros(*shape, self.config.selector_top_k or self.config.vocab_size)
-            candidates = None if self.candidate_selector is None else none
-            return Proposal(anchors.new_zeros(shape), candidates, None if noise is None else none.float(), valid)
-        if self.candidate_selector is None:
-            return self._choose_independently(rows, valid, temperature, noise)
-        c, flat = self.config, rows.flatten(0, 1)
-        ids, raw = self._head[0].top(flat, c.vocab_size, c.selector_top_k)
-        walk = self.candidate_selector.walk(
-            rows,
-            anchors,
-            ids.unflatten(0, shape),
-            raw.unflatten(0, shape),
-            multiplier=c.output_multiplier,
-            softcap=c.final_logit_softcapping,
-            temperature=temperature,
-            uniforms=noise,
-        )
-        return Proposal(walk.tokens, ids.unflatten(0, shape), walk.q, valid & walk.meaningful)
-
-    def _choose_independently(
-        self, rows: Tensor, valid: Tensor, temperature: Tensor | None, noise: Tensor | None
-    ) -> Proposal:
-        """Each row by itself, the way of v1: the argmax, or a draw from the whole vocabulary at the temperature."""
-        c, shape = self.config, tuple(rows.shape[:2])
-        if temperature is None or noise is None:
-            ids, raw = self._head[0].top(rows.flatten(0, 1), c.vocab_size, 1)
-            return Proposal(ids.view(shape), None, None, valid & _means_something(raw.view(shape)))
-        logits = self._head[0].logits(rows.flatten(0, 1), c.vocab_size).unflatten(0, shape)
-        best, raw = (x[..., 0] for x in top_candidates(logits, 1))  # of raw logits: a softcap can make ties
-        greedy = (temperature <= 0)[:, None]
-        q = tempered(finite(self.shape_logits(logits)), torch.where(greedy, 1.0, temperature[:, None]))
-        q = torch.where(greedy[..., None], one_hot(best, q), q)
-        return Proposal(torch.where(greedy, best, draw(q, noise)), None, q, valid & _means_something(raw))
-
-
-def _means_something(best: Tensor) -> Tensor:
-    """Whether the best raw logit of every row, ``[R, k]``, is a number: not all NaN or -inf, no +inf. bool ``[R]``."""
-    return best.isfinite().all(1)
 
 
 def _temperatures(temperature: float | Sequence[float] | Tensor, like: Tensor) -> Tensor | None:

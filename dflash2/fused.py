@@ -29,25 +29,23 @@ def fused_pass(
     mask_row: Tensor | None,
     anchors: Tensor,
     n: int,
-    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Final hidden states of rows 1.. of R blocks, and which blocks can draft.
 
     Args:
-        network: its parameters are read where they are; linears may be int8.
+        network: its parameters are read where they are; linears may be int8. Its backend is that of every operation.
         kv: context rows of all layers, and each sequence's next position.
         context: which rows each request may see.
         embedding: raw rows of the target's table ``[V', H]``.
         mask_row: ``[H]`` in place of the mask token's row, or None.
         anchors: int64 ``[R]``, any value.
         n: rows of a block, 1 + drafts.
-        backend: as for every operation.
 
     Returns:
         ``[R, n-1, H]``, and bool ``[R]``: False for an anchor outside the vocabulary, a sequence that is elsewhere, no
         context row although layers look at context, or a hidden state that is not finite.
     """
-    c, layers = network.config, network.draft_layers
+    c, layers, backend = network.config, network.draft_layers, network.backend
     first = layers[0].input_layernorm
     rules = BlockRules(
         c.vocab_size, c.mask_token_id, c.input_embedding_scale, first.eps, network.rope.scale, c.retention == 0

@@ -13,7 +13,7 @@ from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.residual_norm import rms_norm
 from dflash2.ops.window_attention import PagedContext
 
-__all__ = ["BlockInputs", "BlockRules", "block_inputs", "block_inputs_reference"]
+__all__ = ["BlockInputs", "BlockRules", "block_inputs", "block_inputs_reference", "can_draft", "embed_blocks"]
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,33 @@ def block_inputs_reference(
     weight: Tensor, frequencies: Tensor, block_rows: int, rules: BlockRules,
 ) -> BlockInputs:  # fmt: skip
     """The definition, in torch."""
-    in_range = (anchors >= 0) & (anchors < rules.vocab_size)
-    ids = torch.full((len(anchors), block_rows), rules.mask_id, dtype=torch.int64, device=anchors.device)
-    ids[:, 0] = anchors.where(in_range, 0)
-    h = F.embedding(ids.flatten(), embedding).to(weight.dtype)
-    if mask_row is not None:
-        h = torch.where((ids.flatten() == rules.mask_id)[:, None], mask_row.to(weight.dtype), h)
-    h = h * rules.embedding_scale if rules.embedding_scale != 1.0 else h
+    any_anchor = anchors.where((anchors >= 0) & (anchors < rules.vocab_size), 0)
+    h = embed_blocks(
+        any_anchor, block_rows, rules.mask_id, embedding, mask_row, rules.embedding_scale, weight.dtype
+    ).flatten(0, 1)
     positions = (context.starts[:, None] + torch.arange(block_rows, device=anchors.device)).flatten()
     angles = positions.to(torch.float32)[:, None] * frequencies
-    valid = in_range & (next_positions[context.slots] == context.starts)
-    if not rules.any_context:
-        valid = valid & (context.rows() >= 0).any(1)
     cos, sin = angles.cos() * rules.rope_scale, angles.sin() * rules.rope_scale
+    valid = can_draft(anchors, next_positions, context, rules.vocab_size, any_context=rules.any_context)
     return BlockInputs(h, rms_norm(h, weight, rules.eps), cos, sin, valid)
+
+
+def embed_blocks(
+    anchors: Tensor, block_rows: int, mask_id: int, embedding: Tensor, mask_row: Tensor | None, scale: float,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Input rows of blocks, anchors int64 ``[...]`` and masks: raw rows times the scale, ``[..., block_rows, H]``."""
+    ids = torch.full((*anchors.shape, block_rows), mask_id, dtype=torch.int64, device=anchors.device)
+    ids[..., 0] = anchors
+    rows = F.embedding(ids, embedding).to(dtype)
+    if mask_row is not None:
+        rows = torch.where((ids == mask_id)[..., None], mask_row.to(dtype), rows)
+    return rows * scale if scale != 1.0 else rows
+
+
+def can_draft(
+    anchors: Tensor, next_positions: Tensor, context: PagedContext, vocab_size: int, *, any_context: bool
+) -> Tensor:
+    """`BlockInputs.valid`; see `BlockRules` for ``any_context``."""
+    valid = (anchors >= 0) & (anchors < vocab_size) & (next_positions[context.slots] == context.starts)
+    return valid if any_context else valid & context.there.any(1)

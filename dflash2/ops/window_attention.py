@@ -9,7 +9,6 @@ a result: it may be evicted, stale, another sequence's or never written, NaN inc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -82,12 +81,6 @@ class PagedContext:
     def there(self) -> Tensor:
         """Whether the row of each of those positions is really there, bool ``[R, length]``."""
         return self.rows() >= 0
-
-    def seen(self, windows: Iterable[int | None]) -> Tensor:
-        """Whether any query of a layer with one of the windows sees any context row, bool ``[R]``."""
-        reach = max(self.length if w is None else min(w - 1, self.length) for w in windows)
-        # The block's first query looks back furthest.
-        return self.there[:, self.length - reach :].any(1)
 
     def visible(self, n: int, *, window: int | None, causal: bool) -> Tensor:
         """What n block rows see of `rows` and of themselves, bool ``[R, n, length + n]``."""

@@ -156,15 +156,6 @@ def test_reference_is_the_formula(case):
     torch.testing.assert_close(w.attend("torch", torch.float64), by_hand(w), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", [FULL, SLIDING, Case((50,), faults=1.0), Case((40,), length=0)], ids=str)
-def test_seen(case):
-    w = world(case)
-    for windows in ([case.window], [1, case.window], [1]):
-        reach = max(case.length if x is None else min(x - 1, case.length) for x in windows)
-        expected = [any(s - reach <= p for p in rows) for s, rows in zip(case.starts, w.rows, strict=True)]
-        assert w.context().seen(windows).tolist() == expected
-
-
 def test_a_start_outside_of_all_positions_sees_no_context():
     """Positions from a device are not checked."""
     w = world(Case((50, 50)))
