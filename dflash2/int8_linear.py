@@ -13,7 +13,7 @@ from dflash2.errors import ConfigError
 from dflash2.ops.int8_linear import int8_linear
 from dflash2.ops.int8_rows import quantize_rows
 
-__all__ = ["Int8Linear", "has_int8_linears", "int8_saving", "quantize_linears"]
+__all__ = ["Int8Linear", "Int8Weight", "has_int8_linears", "int8_saving", "quantize_linears"]
 
 #: What is read whole in every pass. The codebooks are only gathered from, and the selector's projection is small.
 QUANTISED = frozenset(
@@ -26,8 +26,8 @@ CHECK_ROWS = 16
 MAX_RELATIVE_ERROR = 0.1
 
 
-class Int8Linear(nn.Module):
-    """A linear layer with a weight-only int8 weight; activations keep their dtype, sums are in fp32 (`int8_linear`).
+class Int8Weight(nn.Module):
+    """An int8 weight with one scale for each output row: what a linear layer and an output head share.
 
     Attributes:
         weight: int8 ``[O, K]``.
@@ -44,6 +44,20 @@ class Int8Linear(nn.Module):
         self.scale: Tensor
         self.bias: Tensor | None
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Weight:
+        """A cast of the model around it moves the scales and leaves them in fp32."""
+        scale = self.scale
+        super()._apply(fn, recurse)
+        self.scale = scale.to(self.scale.device)
+        return self
+
+
+class Int8Linear(Int8Weight):
+    """A linear layer with a weight-only int8 weight; activations keep their dtype, sums are in fp32 (`int8_linear`).
+
+    The kernels of block and context rows read the same weight, and take rows as 16-bit integers (`Int16Rows`).
+    """
+
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Int8Linear:
         """Quantise a linear layer, which keeps its own weight.
@@ -59,13 +73,6 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., K]`` -> ``[..., O]`` in x's dtype."""
         return int8_linear(x, self.weight, self.scale, self.bias)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        """A cast of the model around it moves the scales and leaves them in fp32."""
-        scale = self.scale
-        super()._apply(fn, recurse)
-        self.scale = scale.to(self.scale.device)
-        return self
 
     def extra_repr(self) -> str:
         """As of `nn.Linear`."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash2.errors import ConfigError
+from dflash2.int8_linear import Int8Weight
 from dflash2.ops.dense_topk import dense_topk
 from dflash2.ops.int8_head import int8_head, int8_head_top
 from dflash2.ops.int8_rows import quantize_rows
@@ -89,7 +90,7 @@ class OpaqueLMHead(_TopFromLogits):
         return logits[:, :vocab_size]
 
 
-class Int8LMHead(nn.Module):
+class Int8LMHead(Int8Weight):
     """Int8 weight, symmetric, one scale per output row, exact sums (`dflash2.ops.int8_head`). For target and drafter.
 
     As a module it takes the place of a target's ``lm_head``. A row's result is the same to the bit whatever the number
@@ -103,13 +104,7 @@ class Int8LMHead(nn.Module):
     """
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None):
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
-        self.register_buffer("bias", bias)
-        self.weight: Tensor
-        self.scale: Tensor
-        self.bias: Tensor | None
+        super().__init__(weight, scale, bias)
         self.freed_bytes = 0
 
     @classmethod
@@ -154,13 +149,6 @@ class Int8LMHead(nn.Module):
         """``[..., H]`` -> logits ``[..., V']`` in hidden's dtype."""
         logits = self.logits(hidden.reshape(-1, hidden.shape[-1]), self.weight.shape[0])
         return logits.to(hidden.dtype).view(*hidden.shape[:-1], logits.shape[-1])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8LMHead:
-        """A cast of the model around it moves the scales and leaves them in fp32."""
-        scale = self.scale
-        super()._apply(fn, recurse)
-        self.scale = scale.to(self.scale.device)
-        return self
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """See `LMHead`; fp32."""

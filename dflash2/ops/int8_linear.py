@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash2.ops.row_linear import row_linear
+from dflash2.ops.row_linear import row_linear_reference
 
 __all__ = ["int8_linear", "int8_linear_reference"]
 
@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 2**24
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ (weight * scale)^T + bias``. On the CPU its rows are bit-equal for any number of rows (`row_linear`).
+    """``x @ (weight * scale)^T + bias``. On the CPU its rows are bit-equal for any number of rows.
 
     Args:
         x: ``[..., K]`` floating point.
@@ -42,7 +42,7 @@ def int8_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     step = max(1, CHUNK_ELEMENTS // max(1, weight.shape[1]))
-    y = torch.cat([row_linear(rows, part.to(dtype)) for part in weight.split(step)], -1) * scale
+    y = torch.cat([row_linear_reference(rows, part.to(dtype)) for part in weight.split(step)], -1) * scale
     y = y if bias is None else y + bias
     return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
@@ -53,6 +53,8 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Non
     out = (weight.shape[0],) if weight.dim() == 2 else None
     if x.dim() < 1 or scale.shape != out or (bias is not None and bias.shape != out) or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"int8_linear got {shapes}; expected x [..., K], weight [O, K], scale [O], bias [O] or None.")
+    if 0 in weight.shape:
+        raise ValueError(f"int8_linear got {shapes}; expected O and K >= 1.")
     if weight.dtype != torch.int8 or scale.dtype != torch.float32 or not x.is_floating_point():
         raise ValueError(
             f"int8_linear got x {x.dtype}, weight {weight.dtype}, scale {scale.dtype}; expected floating-point x, an "

@@ -98,6 +98,7 @@ def test_leading_dimensions_and_gradient():
         ({"scale": torch.ones(7)}, r"scale \[7\]; expected"),
         ({"weight": torch.ones(3, dtype=torch.int8)}, r"weight \[3\]"),
         ({"bias": torch.ones(2)}, r"bias \[2\]; expected"),
+        ({"weight": torch.ones(0, 7, dtype=torch.int8), "scale": torch.ones(0)}, "O and K >= 1"),
         ({"weight": torch.ones(3, 7)}, "weight torch.float32"),
         ({"scale": torch.ones(3).bfloat16()}, "scale torch.bfloat16"),
         ({"x": torch.ones(2, 7, dtype=torch.int64)}, "x torch.int64"),
