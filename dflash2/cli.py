@@ -12,12 +12,11 @@ from typing import Any
 import dflash2
 from dflash2.bench.command import add_commands
 from dflash2.checkpoint_files import DEFAULT_DRAFTER
-from dflash2.command import run_command
+from dflash2.command import FAILED, run_command
 from dflash2.targets import EMBEDDED_TARGET
 
 __all__ = ["main"]
 
-FAILED = 1
 DRAFTS_HELP = "drafts per round, 0 is plain decoding; auto: as many as pay on this machine and text"
 PAIR_HELP = "a folder, a hub id like owner/name, or the name of what ships with the package (default: %(default)s)"
 EXAMPLES = """examples:

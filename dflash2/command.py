@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-__all__ = ["run_command"]
+__all__ = ["FAILED", "run_command"]
 
-USER_ERROR, INTERRUPTED = 2, 130
+FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 
 def run_command(name: str, run: Callable[[], int | None]) -> int:

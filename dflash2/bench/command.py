@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_commands"]
+from dflash2.command import FAILED
 
-FAILED = 1
+__all__ = ["add_commands"]
 
 
 def add_commands(commands: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dflash2.checkpoint_files import DEFAULT_DRAFTER
-from dflash2.command import run_command
+from dflash2.command import FAILED, run_command
 from dflash2.comparison import first_difference
 from dflash2.demo import plain_greedy, timed
 from dflash2.drafter import DFlash2Drafter
@@ -194,7 +194,7 @@ def _run(args: argparse.Namespace) -> int:
     prompts = _prompts(args.prompts, args.limit)
     pair = load_pair(args.target, args.drafter, args.device, args.dtype)
     report = run(*pair, prompts, args.max_new_tokens, args.repeats, args.curve_repeats, args.out)
-    return 1 if any(r["difference"] for m in report["prompts"] for r in m["runs"].values()) else 0
+    return FAILED if any(r["difference"] for m in report["prompts"] for r in m["runs"].values()) else 0
 
 
 def _prompts(paths: Sequence[Path] | None, limit: int | None) -> list[tuple[str, str]]:

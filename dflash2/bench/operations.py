@@ -1,4 +1,4 @@
-"""Operations one by one, on a drafter's shapes: for their time, their launch settings, and a check where no tests are.
+"""Operations one by one, on a drafter's shapes: for their time, their launch settings, and a check of their kernels.
 
 An operation is made with fresh inputs as often as it takes to fill the L2 cache several times over, and the calls
 alternate. Those of a few hundred kilobytes find their inputs in the cache all the same.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash2.bench.traffic import head_bytes
+from dflash2.bench.traffic import FLOAT, HALF, ID, head_bytes, matrix_bytes
 from dflash2.config import DFlash2Config
 from dflash2.ops.backend import Backend
 from dflash2.ops.block_linear import block_linear, gated_linear
@@ -28,12 +28,11 @@ from dflash2.ops.selector_walk import selector_walk
 from dflash2.ops.verify import verify
 from dflash2.ops.window_attention import PagedContext, window_attention
 
-__all__ = ["Inputs", "Operation", "agree", "check_kernels", "operations", "prefill_operations"]
+__all__ = ["Inputs", "Operation", "operations", "prefill_operations"]
 
 #: Several times the L2 cache of any GPU so far.
 COLD_BYTES = 256 << 20
 MOST_COPIES = 24
-HALF, WHOLE, ID = 2, 4, 8
 
 #: ``call(backend)``.
 Call = Callable[[Backend], Any]
@@ -127,7 +126,7 @@ def _linears(c: DFlash2Config, rows: int) -> Iterator[Operation]:
 
 
 def _product_bytes(rows: int, inner: int, outs: int, int8: bool) -> int:
-    return outs * (inner + WHOLE if int8 else HALF * inner) + HALF * rows * (inner + outs)
+    return matrix_bytes(outs, inner, int8) + HALF * rows * (inner + outs)
 
 
 def _row_linear(name: str, rows: int, inner: int, outs: int) -> Operation:
@@ -201,7 +200,7 @@ def _walk(c: DFlash2Config, sequences: int) -> Operation:
         before, after = (inputs.normal(c.vocab_size, r, std=0.1) for _ in range(2))
         return lambda backend: selector_walk(gate, anchors, ids, logits, before, after, backend=backend).tokens
 
-    moved = sequences * k * (2 * candidates * r * HALF + r * HALF + candidates * (ID + WHOLE) + ID)
+    moved = sequences * k * (2 * candidates * r * HALF + r * HALF + candidates * (ID + FLOAT) + ID)
     return Operation("selector_walk", "selector_walk", moved, make)
 
 
@@ -226,43 +225,3 @@ def _conv(c: DFlash2Config, sequences: int) -> Operation:
 
     rows = sequences * c.block_size
     return Operation("grouped_conv", "grouped_conv", HALF * (rows * (2 * c.hidden_size + taps * groups)), make)
-
-
-def check_kernels(device: torch.device, c: DFlash2Config | None = None) -> tuple[bool, str]:
-    """Every operation's kernel beside its definition, in fp32, on a small shape.
-
-    Returns:
-        Whether all agree, and what was checked or which do not.
-    """
-    checked = operations(_SMALL if c is None else c, 3, "small")
-    wrong = []
-    for operation in checked:
-        call = operation.make(Inputs(device, torch.float32))
-        if not agree(call("triton"), call("torch"), 1e-4):
-            wrong.append(operation.name)
-    if wrong:
-        return False, f"kernels that differ from their definitions: {', '.join(wrong)}"
-    return True, f"{len(checked)} kernels beside their definitions, small shapes"
-
-
-def agree(found: Any, expected: Any, tolerance: float) -> bool:
-    """Whether results are the same: integers exactly, numbers within ``tolerance`` of the largest.
-
-    Partial sums are added up first: how many there are is the kernel's choice.
-    """
-    if not isinstance(expected, Tensor):
-        return all(agree(a, b, tolerance) for a, b in zip(found, expected, strict=True))
-    if not expected.is_floating_point():
-        return torch.equal(found, expected)
-    if found.shape != expected.shape:
-        found, expected = found.sum(0), expected.sum(0)
-    error = (found.double() - expected.double()).abs().max()
-    return bool(error <= tolerance * expected.double().abs().max())
-
-
-_SMALL = DFlash2Config(
-    hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=32, vocab_size=1000, mask_token_id=999, target_layer_ids=(0, 1), num_target_layers=3, block_size=4,
-    rope_parameters={"rope_theta": 1e4}, layer_types=("sliding_attention",) * 2, sliding_window=48, is_causal=False,
-    conv_kernel_size=2, conv_group_size=16, selector_rank=32, selector_top_k=8,
-)  # fmt: skip

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from dflash2.config import DFlash2Config
 
-__all__ = ["append_bytes", "context_bytes", "head_bytes", "propose_bytes", "round_bytes"]
+__all__ = ["append_bytes", "context_bytes", "head_bytes", "matrix_bytes", "propose_bytes", "round_bytes"]
 
 HALF, ID, FLOAT = 2, 8, 4
 
 
 def head_bytes(vocab: int, hidden: int, rows: int, candidates: int, *, int8: bool) -> int:
     """Fused top-C of ``rows`` hidden states: the head once, the rows in, ids and values out. No logits."""
-    return _matrix(vocab, hidden, int8) + rows * (HALF * hidden + candidates * (ID + FLOAT))
+    return matrix_bytes(vocab, hidden, int8) + rows * (HALF * hidden + candidates * (ID + FLOAT))
 
 
 def context_bytes(c: DFlash2Config, start: int) -> int:
@@ -33,8 +33,8 @@ def append_bytes(c: DFlash2Config, rows: int, stored: int, *, int8: bool = False
     """Context rows of ``rows`` tokens that must be projected, ``stored`` of them kept; of all sequences together."""
     taps = len(c.target_layer_ids) * c.hidden_size
     kv = c.num_key_value_heads * c.head_dim
-    weights = _matrix(c.hidden_size, taps, int8) + HALF * c.hidden_size
-    weights += c.num_hidden_layers * (2 * _matrix(kv, c.hidden_size, int8) + HALF * c.head_dim)
+    weights = matrix_bytes(c.hidden_size, taps, int8) + HALF * c.hidden_size
+    weights += c.num_hidden_layers * (2 * matrix_bytes(kv, c.hidden_size, int8) + HALF * c.head_dim)
     return weights + rows * HALF * taps + stored * c.num_hidden_layers * _row(c)
 
 
@@ -59,7 +59,8 @@ def round_bytes(
     return appended + propose_bytes(c, sequences, start, int8_head=int8_head, int8_linears=int8_linears)
 
 
-def _matrix(out: int, inner: int, int8: bool) -> int:
+def matrix_bytes(out: int, inner: int, int8: bool) -> int:
+    """A weight ``[out, inner]``, and its scales."""
     return out * inner + FLOAT * out if int8 else HALF * out * inner
 
 
@@ -77,4 +78,4 @@ def _layer(c: DFlash2Config, int8: bool) -> int:
         taps = 2 * c.conv_kernel_size
         products += 2 * [(taps * (h // c.conv_group_size), h)]
         vectors += 2 * taps * h
-    return sum(_matrix(out, inner, int8) for out, inner in products) + HALF * vectors
+    return sum(matrix_bytes(out, inner, int8) for out, inner in products) + HALF * vectors

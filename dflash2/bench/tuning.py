@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from dflash2.bench.operations import Inputs, Operation, agree, operations, prefill_operations
+from dflash2.bench.checks import agree
+from dflash2.bench.operations import Inputs, Operation, operations, prefill_operations
 from dflash2.bench.run import the_gpu
 from dflash2.bench.shapes import SHAPES
 from dflash2.bench.timing import Timer

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dflash2.bench import checks, tuning
 from dflash2.bench import operations as ops
-from dflash2.bench import tuning
 from dflash2.bench.cases import CASES
-from dflash2.bench.operations import Operation, agree, check_kernels, operations
+from dflash2.bench.checks import agree, check_kernels
+from dflash2.bench.operations import Operation, operations
 from dflash2.bench.shapes import SHAPES
 from dflash2.bench.timing import Timer, Timing
 from dflash2.ops import launch
@@ -192,8 +193,7 @@ def test_a_wrong_kernel_is_named(monkeypatch):
         return x if backend == "torch" else x + 1
 
     monkeypatch.setattr(ops, "grouped_conv", bad)
-    kept = ops.operations
-    monkeypatch.setattr(ops, "operations", lambda *a: [o for o in kept(*a) if o.op == "grouped_conv"])
+    monkeypatch.setattr(checks, "operations", lambda *a: [o for o in operations(*a) if o.op == "grouped_conv"])
     right, said = check_kernels(CPU)
     assert not right
     assert "grouped_conv.small" in said
