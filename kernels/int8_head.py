@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
+from .int16_rows import LIMIT
 from .top_candidates import LOWEST, Candidates, collect
 
 #: PROGRAMS on each multiprocessor take tile after tile without a pause; 0: one program for each tile.
@@ -30,8 +31,6 @@ CANDIDATES = [
         (128, 128, 128, 0, 8, 3), (128, 128, 128, 0, 8, 4),
     )
 ]  # fmt: skip
-#: Largest whole number of a row: 256 * 127 + 127, so that both halves fit int8.
-LIMIT = tl.constexpr(32639.0)
 _QUANTISE_BLOCK = 8192
 
 

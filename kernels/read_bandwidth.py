@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 #: Programs for each multiprocessor, elements a step, warps, loads in flight.
-DEFAULTS = {"PROGRAMS": 4, "BLOCK": 8192, "num_warps": 8, "num_stages": 3}
 CANDIDATES = [
     {"PROGRAMS": programs, "BLOCK": block, "num_warps": warps, "num_stages": stages}
     for programs, block, warps in ((1, 16384, 16), (2, 8192, 8), (4, 8192, 8), (8, 4096, 4), (16, 4096, 4))

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from dflash2.ops.backend import Backend, choose_backend
+from dflash2.ops.int16_rows import LIMIT
 from dflash2.ops.launch import launch_settings
 from dflash2.ops.top_candidates import fused_backend, shard_top
 
-__all__ = ["int8_head", "int8_head_reference", "int8_head_top", "whole_rows"]
+__all__ = ["int8_head", "int8_head_reference", "int8_head_top"]
 
-#: Largest whole number of a row: 256 * 127 + 127, so that both halves fit int8.
-LIMIT = 32639
 #: Products of int8 summed at a time: below 2^24 fp32 is exact, in any order, and so are bf16 and TF32 products.
 EXACT_INPUTS = 2**24 // (128 * 127)
 #: Elements of the weight that the reference widens at a time: 4 MiB of fp32 stay in a cache.
@@ -100,7 +99,7 @@ def int8_head_top(
     return kernel.int8_head_top(hidden, weight, scale, bias, vocab, count, first_id, settings)
 
 
-def whole_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
+def _whole_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Rows ``hidden [N, H]``, floating, as whole numbers.
 
     Returns:
@@ -143,7 +142,7 @@ class _Product(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, scale: Tensor, vocab: int) -> Tensor:
     """Whole numbers up to 2^24 are exact in fp32, so the halves are multiplied in fp32 and added up in fp64."""
-    whole, row_scale = whole_rows(hidden)
+    whole, row_scale = _whole_rows(hidden)
     high = whole.add(128).div_(256).floor_()
     halves = torch.cat((high, whole - 256 * high)).T  # [H, 2N]
     step = _chunk_rows(weight)
@@ -165,7 +164,7 @@ def _exact_product(weight: Tensor, halves: Tensor) -> Tensor:
     for at in range(0, weight.shape[1], EXACT_INPUTS):
         inputs = slice(at, at + EXACT_INPUTS)
         high, low = (weight[:, inputs] @ halves[inputs]).chunk(2, -1)
-        if total is None and weight.shape[1] <= EXACT_INPUTS:
+        if weight.shape[1] <= EXACT_INPUTS:
             return high * 256 + low  # a product by 256 is exact: this sum is the one rounding
         part = high.double() * 256 + low
         total = part if total is None else total + part
