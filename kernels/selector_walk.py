@@ -57,34 +57,13 @@ def _draw(q, uniform, choice):
 
 @triton.jit
 def _selector_walk_kernel(
-    gate_ptr,
-    anchors_ptr,
-    candidates_ptr,
-    logits_ptr,
-    predecessor_ptr,
-    successor_ptr,
-    temperature_ptr,
-    uniforms_ptr,
-    tokens_ptr,
-    index_ptr,
-    q_ptr,
-    meaningful_ptr,
-    vocab,
-    multiplier,
-    softcap,
-    temperature_stride,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    PARTS: tl.constexpr,
+    gate_ptr, anchors_ptr, candidates_ptr, logits_ptr, predecessor_ptr, successor_ptr, temperature_ptr,
+    uniforms_ptr, tokens_ptr, index_ptr, q_ptr, meaningful_ptr,
+    vocab, multiplier, softcap, temperature_stride,
+    K: tl.constexpr, C: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, SAMPLED: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)[:, None]

@@ -18,7 +18,7 @@ CANDIDATES = [
     for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8))
 ]
 
-_ONE_HOT, _SPARSE, _DENSE = 0, 1, 2
+_ONE_HOT, _SPARSE, _DENSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Drafted(NamedTuple):
@@ -44,19 +44,10 @@ def _powers(x, top, temperature):
 
 @triton.jit
 def _chunks_kernel(
-    logits_ptr,
-    temperature_ptr,
-    best_ptr,
-    tops_ptr,
-    sums_ptr,
-    rows,
-    vocab,
-    request_stride,
-    row_stride,
-    temperature_stride,
-    BLOCK: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-):
+    logits_ptr, temperature_ptr, best_ptr, tops_ptr, sums_ptr,
+    rows, vocab, request_stride, row_stride, temperature_stride,
+    BLOCK: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     request = line // rows
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,9 +73,9 @@ def _draft_q(
     tokens, draft, inside, candidates_ptr, q_ptr, SLOTS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr
 ):
     """What drafted tokens were drawn with, ``[ROWS]``."""
-    if KIND == 0:
+    if KIND == _ONE_HOT:
         q = tl.full(tokens.shape, 1.0, tl.float32)
-    elif KIND == 1:
+    elif KIND == _SPARSE:
         slot = tl.arange(0, SLOTS)[None, :]
         mask = inside[:, None] & (slot < WIDTH)
         at = draft[:, None] * WIDTH + slot
@@ -99,34 +90,12 @@ def _draft_q(
 
 @triton.jit
 def _decide_kernel(
-    best_ptr,
-    tops_ptr,
-    sums_ptr,
-    source_ptr,
-    tokens_ptr,
-    valid_ptr,
-    candidates_ptr,
-    q_ptr,
-    accept_ptr,
-    temperature_ptr,
-    accepted_ptr,
-    next_ptr,
-    draft_ptr,
-    softmax_ptr,
-    k,
-    vocab,
-    chunks,
-    request_stride,
-    row_stride,
-    temperature_stride,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    KIND: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-):
+    best_ptr, tops_ptr, sums_ptr, source_ptr, tokens_ptr, valid_ptr, candidates_ptr, q_ptr, accept_ptr,
+    temperature_ptr, accepted_ptr, next_ptr, draft_ptr, softmax_ptr,
+    k, vocab, chunks, request_stride, row_stride, temperature_stride,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr,
+    SAMPLED: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
     chunk = tl.arange(0, CHUNKS)[None, :]
@@ -166,23 +135,10 @@ def _decide_kernel(
 
 @triton.jit
 def _weights(
-    ids,
-    request,
-    row,
-    draft,
-    temperature,
-    source_ptr,
-    softmax_ptr,
-    tokens_ptr,
-    candidates_ptr,
-    q_ptr,
-    vocab,
-    request_stride,
-    row_stride,
-    KIND: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-):
+    ids, request, row, draft, temperature, source_ptr, softmax_ptr, tokens_ptr, candidates_ptr, q_ptr, vocab,
+    request_stride, row_stride,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
     """Probabilities p of the row, and ``max(p - q, 0)`` where a draft fell, else p."""
     start = source_ptr + request * request_stride + row * row_stride
     if SOFTMAX:
@@ -194,9 +150,9 @@ def _weights(
         p = tl.load(start + ids, mask=ids < vocab, other=0.0).to(tl.float32)
     fell = draft >= 0
     q = tl.zeros_like(p)
-    if KIND == 0:
+    if KIND == _ONE_HOT:
         q += tl.where(ids == tl.load(tokens_ptr + draft, mask=fell, other=-1), 1.0, 0.0)
-    elif KIND == 1:
+    elif KIND == _SPARSE:
         for c in range(WIDTH):
             token = tl.load(candidates_ptr + draft * WIDTH + c, mask=fell, other=-1)
             q += tl.where(ids == token, tl.load(q_ptr + draft * WIDTH + c, mask=fell, other=0.0), 0.0)
@@ -207,24 +163,11 @@ def _weights(
 
 @triton.jit
 def _masses_kernel(
-    source_ptr,
-    softmax_ptr,
-    tokens_ptr,
-    candidates_ptr,
-    q_ptr,
-    temperature_ptr,
-    accepted_ptr,
-    draft_ptr,
+    source_ptr, softmax_ptr, tokens_ptr, candidates_ptr, q_ptr, temperature_ptr, accepted_ptr, draft_ptr,
     masses_ptr,
-    vocab,
-    request_stride,
-    row_stride,
-    temperature_stride,
-    BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-):
+    vocab, request_stride, row_stride, temperature_stride,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + request * temperature_stride)
     if temperature > 0:
@@ -250,28 +193,11 @@ def _draw(weights, uniform, choice):
 
 @triton.jit
 def _replace_kernel(
-    source_ptr,
-    softmax_ptr,
-    tokens_ptr,
-    candidates_ptr,
-    q_ptr,
-    temperature_ptr,
-    accepted_ptr,
-    draft_ptr,
-    masses_ptr,
-    replace_ptr,
-    next_ptr,
-    vocab,
-    chunks,
-    request_stride,
-    row_stride,
-    temperature_stride,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    KIND: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-):
+    source_ptr, softmax_ptr, tokens_ptr, candidates_ptr, q_ptr, temperature_ptr, accepted_ptr, draft_ptr,
+    masses_ptr, replace_ptr, next_ptr,
+    vocab, chunks, request_stride, row_stride, temperature_stride,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + request * temperature_stride)
     if temperature > 0:
@@ -328,7 +254,7 @@ def verify(
     tokens, valid = tokens.contiguous(), valid.contiguous()
     candidates, q, kind, width = _spread(tokens, drafted)
     accept = best if noise is None else noise.accept.contiguous()
-    slots = triton.next_power_of_2(width) if kind == _SPARSE else 1
+    slots = triton.next_power_of_2(width) if kind == _SPARSE.value else 1
     source_strides = source.stride()[:2]
     with torch.cuda.device_of(logits):
         _chunks_kernel[(requests * (k + 1), chunks)](
@@ -358,11 +284,11 @@ def verify(
 def _spread(tokens: torch.Tensor, drafted: Drafted) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Candidates, q, how they are spelled, and how many there are."""
     if drafted.q is None:
-        return tokens, tokens, _ONE_HOT, 1
+        return tokens, tokens, _ONE_HOT.value, 1
     q, width = drafted.q.contiguous(), drafted.q.shape[-1]
     if drafted.candidates is None:
-        return tokens, q, _DENSE, width
-    return drafted.candidates.contiguous(), q, _SPARSE, width
+        return tokens, q, _DENSE.value, width
+    return drafted.candidates.contiguous(), q, _SPARSE.value, width
 
 
 def _last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
