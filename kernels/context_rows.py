@@ -1,7 +1,7 @@
 """Triton kernels of `dflash2.ops.context_rows`: what follows each of its two products.
 
-Both give a row the same bits whatever the number of rows: a program takes one row, and one binary serves any number of
-partial sums.
+Both give a row the same bits whatever the number of rows: a program works on one row, and one binary serves any number
+of partial sums.
 """
 
 import torch

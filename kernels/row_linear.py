@@ -1,8 +1,10 @@
 """Triton kernels of `dflash2.ops.row_linear`: a product whose rows have the same bits whatever their number.
 
 Weights are always the first operand of the tensor cores and rows the second, so that every element is the same chain of
-k16 (fp32: k1) steps in every tile shape. Inputs are cut into spans by the weight's shape alone; spans are summed in
-fp32, one after the other, either by who reads the sums (so that all of the card works) or inside a program.
+k16 (fp32: k1) steps in every tile shape. With int8 weights rows are 16-bit integers by groups of inputs (`int16_rows`):
+a group's sum is exact, and groups are added up one after the other. Inputs are cut into spans by the weight's shape
+alone; spans are summed in fp32, one after the other, either by who reads the sums (so that all of the card works) or
+inside a program.
 """
 
 import torch

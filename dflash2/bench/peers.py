@@ -75,7 +75,7 @@ def compiled_int8_head(x: Tensor, heads: Sequence[Int8LMHead], count: int) -> li
 def reference_round(drafter: DFlash2Drafter, target: Target, context: int, *, compiled: bool) -> Round:
     """A round of our own definitions in torch, one sequence, 16-bit head; eagerly, or the network by ``torch.compile``.
 
-    Only the walk over the candidates, some microseconds, stays a kernel.
+    The convolutions and the walk over the candidates choose by themselves and stay kernels, of some microseconds each.
 
     Args:
         drafter: whose weights to use; it stays as it is.

@@ -3,8 +3,8 @@
     y[n, o] = scale[o] * sum over k of x[n, k] * weight[o, k]
 
 Sums are fp32 and may come in parts, which the operation that reads them adds up: a small weight would otherwise not
-give every multiprocessor of a GPU something to read. With int8 weights the kernels take rows as `Int16Rows`: products
-of whole numbers, so that no weight is converted.
+give every multiprocessor of a GPU something to read. With int8 weights the kernels multiply whole numbers, so that no
+weight is converted: rows come as `Int16Rows`, or are made so on the way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dflash2.ops.launch import launch_settings
 
 __all__ = ["MOST_ROWS", "block_linear", "block_linear_reference", "gated_linear", "gated_linear_reference"]
 
-#: From here on products are cuBLAS's, of int8 weights made 16-bit: reading the weights no longer hides the arithmetic.
+#: With more, products are cuBLAS's, of int8 weights made 16-bit: reading the weights no longer hides the arithmetic.
 MOST_ROWS = 64
 
 Scales = Sequence[Tensor | None]

@@ -99,7 +99,7 @@ def context_rows(
         rows: int64 ``[N]``, of the pool. Of tokens with the same row any one is left there.
         weights: see `ContextWeights`.
         keys_out, values_out: ``[L, P, nkv, hd]`` contiguous, in the dtype of ``hidden_norm``; changed.
-        backend: see `choose_backend`; the kernels are four launches.
+        backend: see `choose_backend`; the kernels are four launches, six with int8 weights.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the backend cannot run here; nothing is written.
