@@ -90,15 +90,6 @@ class PagePool:
         self.keys.index_copy_(1, rows, keys.to(self.keys.dtype))
         self.values.index_copy_(1, rows, values.to(self.values.dtype))
 
-    def context(self, slots: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The ``length`` positions before each start: rows, positions, and whether the row is really there.
-
-        All ``[R, length]``. A row is there when its tag is the position that is looked for.
-        """
-        positions = starts[:, None] + torch.arange(-length, 0, device=starts.device)
-        rows = self.rows(slots[:, None], positions.clamp_min(0))
-        return rows, positions, (self.tags[rows] == positions) & (positions >= 0)
-
     def _places(self, first: int, end: int) -> set[int]:
         """Places in the ring that rows ``[first, end)`` use."""
         if end <= first:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import check_row
-from tiny import FULL, SLIDING, Toy, assert_same, poison, snapshot, tiny_config
+from tiny import FULL, SLIDING, Toy, assert_same, poison, positions_there, snapshot, tiny_config
 
 from dflash2.errors import CapacityError, ConfigError, PositionError
 from dflash2.testing import cpu_as_device
@@ -80,8 +80,7 @@ def test_a_page_taken_over_shows_nothing_of_its_last_owner(layers):
             prop = toy.drafter.propose(kv, [new], [2], [start + 1])
             draft = toy.oracle.draft(toy.context(start, start + 1), 2, start + 1, 3)
             check_row(prop, 0, toy.oracle, draft, 2)
-            _, positions, there = kv.context(kv.slots([new]), torch.tensor([start + 1]), kv.ring)
-            assert positions[there].tolist() == [start]
+            assert positions_there(kv, int(kv.slots([new])), start + 1) == [start]
             kv.close(new)
 
 

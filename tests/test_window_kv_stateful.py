@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle import check_row
-from tiny import FULL, SLIDING, Toy, assert_same, poison, snapshot, tiny_config
+from tiny import FULL, SLIDING, Toy, assert_same, poison, positions_there, snapshot, tiny_config
 from torch import Tensor
 
 from dflash2.errors import CapacityError, PositionError
@@ -520,8 +520,7 @@ class WindowKVMachine(RuleBasedStateMachine):
             assert int(kv.next[slot]) == m.next
             assert int(kv.limit[slot]) == m.limit
             assert int(kv.faults[slot]) == m.faults
-            _, positions, there = kv.context(torch.tensor([slot]), torch.tensor([m.next]), kv.ring)
-            assert positions[there].tolist() == sorted(m.rows)
+            assert positions_there(kv, slot, m.next) == sorted(m.rows)
         for seq, m in self.seqs.items():
             if m.synced:
                 assert kv.spans(seq) == m.spans()

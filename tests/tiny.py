@@ -10,6 +10,7 @@ from oracle import Oracle
 from torch import Tensor
 
 from dflash2 import DFlash2Config, DFlash2Drafter
+from dflash2.ops.window_attention import PagedContext
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -133,6 +134,12 @@ class Toy:
         finally:
             handle.remove()
         return result, caught[-1]
+
+
+def positions_there(kv, slot: int, end: int) -> list[int]:
+    """Positions before ``end`` whose rows a query of this slot would find."""
+    context = PagedContext(kv.tags, kv.page_table, torch.tensor([slot]), torch.tensor([end]), kv.page_size, kv.ring)
+    return (end - kv.ring + context.there[0].nonzero()[:, 0]).tolist()
 
 
 def owned_rows(kv) -> Tensor:
