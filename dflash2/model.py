@@ -96,7 +96,8 @@ def _convolved(conv: GroupedConv | None, x: Tensor, sublayer: Callable[[Tensor],
 class DraftNetwork(nn.Module):
     """Context features, draft layers, final norm and selector. Embedding and head are the target's, not ours."""
 
-    #: ``"auto"``: kernels on a GPU, modules elsewhere. ``"torch"`` and ``"triton"`` insist on one of them.
+    #: ``"auto"``: kernels on a GPU, modules elsewhere. ``"torch"``: these modules, whose convolutions keep their kernel
+    #: on a GPU, as does a bound head. ``"triton"``: kernels, or an error.
     backend: Backend = "auto"
 
     def __init__(self, config: DFlash2Config, *, device: Any = None, dtype: torch.dtype | None = None):

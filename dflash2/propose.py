@@ -92,6 +92,7 @@ def choose_drafts(
         softcap=c.final_logit_softcapping,
         temperature=temperature,
         uniforms=noise,
+        backend=network.backend,
     )
     return Proposal(walk.tokens, ids.unflatten(0, shape), walk.q, valid & walk.meaningful)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash2.ops.backend import choose_backend
+from dflash2.ops.backend import Backend, choose_backend
 from dflash2.ops.block_linear import block_linear
 from dflash2.ops.selector_walk import Walk, pair_scores, selector_walk
 
@@ -58,15 +58,16 @@ class CandidateSelector(nn.Module):
         softcap: float | None = None,
         temperature: Tensor | None = None,
         uniforms: Tensor | None = None,
+        backend: Backend = "auto",
     ) -> Walk:
         """`selector_walk` through the candidates of k rows.
 
         Args:
             hidden: ``[R, k, H]``, post-norm hidden states.
-            anchors, candidates, logits, multiplier, softcap, temperature, uniforms: see `selector_walk`.
+            anchors, candidates, logits, multiplier, softcap, temperature, uniforms, backend: see `selector_walk`.
         """
         return selector_walk(
-            self._gate(hidden),
+            self._gate(hidden, backend),
             anchors,
             candidates,
             logits,
@@ -76,11 +77,12 @@ class CandidateSelector(nn.Module):
             softcap=softcap,
             temperature=temperature,
             uniforms=uniforms,
+            backend=backend,
         )
 
-    def _gate(self, hidden: Tensor) -> Tensor:
+    def _gate(self, hidden: Tensor, backend: Backend) -> Tensor:
         """``[R, k, r]``, or fp32 parts of it where a kernel makes it: a small product must fill the GPU too."""
         weight = self.hidden_projection.weight
-        if choose_backend("auto", hidden, weight, dots=True) == "torch":
+        if choose_backend(backend, hidden, weight, dots=True) == "torch":
             return self.hidden_projection(hidden)
-        return block_linear(hidden.flatten(0, 1), [weight], [None]).unflatten(1, hidden.shape[:2])
+        return block_linear(hidden.flatten(0, 1), [weight], [None], backend=backend).unflatten(1, hidden.shape[:2])

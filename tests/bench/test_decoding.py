@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from test_generate import drafter, reference, target
 from dflash2.bench import generate as bench
 
 LENGTH = 6
+ROOT = Path(__file__).parents[2]
 
 
 class Tokenizer:
@@ -86,3 +89,17 @@ def test_errors(argv, words, capsys):
 def test_no_repetition_is_refused():
     with pytest.raises(ValueError, match="repeats=0"):
         bench.run(target(), Tokenizer(), drafter(), repeats=0)
+
+
+def test_what_the_readme_says():
+    """Each kind's median and lowest ratio are those of the packaged result file, and every output was the target's."""
+    report = json.loads((ROOT / "dflash2/bench/results/generate-cpu.json").read_text())
+    assert report["provenance"]["commit"]
+    assert bench.summarise(report["prompts"]) == report["summary"]
+    assert not any(found["difference"] for p in report["prompts"] for found in p["runs"].values())
+    readme = re.search(r"<!-- cpu-speed -->(.*?)<!-- /cpu-speed -->", (ROOT / "README.md").read_text(), re.S)[1]
+    for kind, widths in report["summary"].items():
+        cells = [f"{widths[w]['median']:.2f}x ({widths[w]['lowest']:.2f})" for w in ("auto", "3", "7")]
+        assert f"| {kind} | {' | '.join(cells)} |" in readme
+    paying = [p["runs"]["auto"]["ratio"] for p in report["prompts"] if p["kind"] in ("code", "math")]
+    assert statistics.median(paying) >= 1.15
