@@ -405,6 +405,24 @@ def test_any_sequence_of_widths_gives_the_targets_output(family, size, monkeypat
         assert out.stats.drafts_per_pass <= 7
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_any_sequence_of_widths_on_a_gpu(family, monkeypatch):
+    """And the clock's own choice: plain decoding's output, in fp32."""
+    import copy
+
+    model, made = copy.deepcopy(target(family)).cuda(), drafter().cuda()
+    ids, mask = (x.cuda() for x in batch(RAGGED[3]))
+    plain = generate(model, made, ids, mask, 40, num_draft_tokens=0)
+    for _ in range(3):
+        assert torch.equal(generate(model, made, ids, mask, 40, num_draft_tokens="auto").sequences, plain.sequences)
+    for seed in range(4):
+        with monkeypatch.context() as patch:
+            choose_at_random(patch, seed)
+            out = generate(model, made, ids, mask, 40, num_draft_tokens="auto")
+        assert torch.equal(out.sequences, plain.sequences)
+
+
 @pytest.mark.parametrize("waiting", [1, 3, 64])
 def test_context_of_rounds_without_drafts_comes_later(waiting, monkeypatch):
     """Row by row what a round with drafts appends, however many rounds wait."""
