@@ -21,6 +21,9 @@ FOLLOW = 0.2
 ALL_FOLLOW = FOLLOW / 2
 #: One measurement counts as at most so many times dearer or cheaper.
 OUTLIER = 2.0
+#: Of two widths that cost about the same, the one seen less may have been seen on a bad day: it is taken for cheaper by
+#: up to this share, by less the more rounds have been seen, and old rounds fade.
+HOPE, COST_MEMORY = 0.15, 0.99
 
 #: What is expected of a request's drafts before the first, and how many drafts weigh as much.
 PRIOR, PRIOR_WEIGHT = 0.7, 4.0
@@ -34,6 +37,14 @@ MEMORY = 0.95
 STAKE_ROUNDS, STAKE_SHARE = 2.0, 0.005
 
 
+@dataclass
+class _Cost:
+    """Of one width: seconds, and how many recent rounds say so."""
+
+    seconds: float
+    rounds: float = 1.0
+
+
 class RoundCosts:
     """Seconds of a round by number of requests and of drafts, learned from the rounds themselves.
 
@@ -43,18 +54,21 @@ class RoundCosts:
 
     def __init__(self) -> None:
         self._first: dict[tuple[int, int], float] = {}
-        self._known: dict[int, dict[int, float]] = {}
+        self._known: dict[int, dict[int, _Cost]] = {}
 
     def observe(self, requests: int, drafts: int, seconds: float) -> None:
         """Learn from one round. The first of its kind may have compiled or allocated: it takes two to count."""
         bucket = requests.bit_length()
         known = self._known.setdefault(bucket, {})
+        for cost in known.values():
+            cost.rounds = max(cost.rounds * COST_MEMORY, 1.0)
         if drafts in known:
-            ratio = min(max(seconds / known[drafts], 1 / OUTLIER), OUTLIER)
-            for k in known:
-                known[k] *= ratio ** (FOLLOW if k == drafts else ALL_FOLLOW)
+            ratio = min(max(seconds / known[drafts].seconds, 1 / OUTLIER), OUTLIER)
+            for k, cost in known.items():
+                cost.seconds *= ratio ** (FOLLOW if k == drafts else ALL_FOLLOW)
+            known[drafts].rounds += 1
         elif (bucket, drafts) in self._first:
-            known[drafts] = min(seconds, self._first.pop((bucket, drafts)))
+            known[drafts] = _Cost(min(seconds, self._first.pop((bucket, drafts))))
         else:
             self._first[bucket, drafts] = seconds
 
@@ -65,13 +79,20 @@ class RoundCosts:
             return most
         return None if 0 in known else 0
 
-    def seconds(self, requests: int, drafts: int) -> float:
-        """c(drafts); a width not measured lies on the line between its measured neighbours, 0 being one."""
+    def seconds(self, requests: int, drafts: int, hope: float = 0.0) -> float:
+        """c(drafts); a width not measured lies on the line between its measured neighbours, 0 being one.
+
+        Args:
+            requests: R of the round.
+            drafts: k of the round.
+            hope: how much cheaper a width may be than its last measurement said; less, the more rounds said so.
+        """
         known = self._known[requests.bit_length()]
         below = max(k for k in known if k <= drafts)
         above = min((k for k in known if k >= drafts), default=below)
+        low, high = (known[k].seconds * (1 - hope / known[k].rounds ** 0.5) for k in (below, above))
         share = (drafts - below) / (above - below) if above > below else 0.0
-        return known[below] + share * (known[above] - known[below])
+        return low + share * (high - low)
 
 
 @dataclass(eq=False)
@@ -123,10 +144,11 @@ class AutoWidth:
         if wanted is not None:
             return wanted
         cost = [self.costs.seconds(n, k) for k in range(most + 1)]
+        hoped = [self.costs.seconds(n, k, HOPE) for k in range(most + 1)]
         tokens = [sum(column) / n for column in zip(*(r.tokens(most) for r in requests), strict=True)]
         stake = self._saved_s + STAKE_ROUNDS * cost[0] + STAKE_SHARE * self._elapsed_s
         affordable = [k for k in range(most + 1) if k == 0 or cost[k] - cost[0] <= stake]
-        return max(affordable, key=lambda k: tokens[k] / cost[k])
+        return max(affordable, key=lambda k: tokens[k] / hoped[k])
 
     def observe(self, requests: Sequence[Acceptance], drafts: int, accepted: Sequence[int], seconds: float) -> None:
         """What became of a round: for each request the drafts that stood, and the seconds all of it took."""
