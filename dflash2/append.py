@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash2.capture import CapturedDrafting
 from dflash2.model import DraftNetwork
-from dflash2.ops.context_rows import context_backend, context_features, store_features
+from dflash2.ops.context_rows import ContextWeights, context_backend, context_features, store_features
 from dflash2.ops.place_rows import accept, place_rows, plan_rows
 from dflash2.positions import host_integers, integer_ids, integers_on_device, upload
 from dflash2.prefix_store import TokenChain
@@ -55,9 +55,9 @@ def append_on_host(
             for part, first, start, n in zip(taps.split(counts), firsts, starts, valid, strict=True)
         ]
         places = upload([*zip(*ranges, strict=True), kv.distinct_slots(seqs)], kv.device)
-        kept = sum(len(r) for r in rows)
-        if kept <= CHUNK_ROWS and not any(chains) and _stores_directly(network, taps):
-            _store(network, kv, taps if kept == taps.shape[0] else _joined(rows), *_requests(places), checked=False)
+        kept, weights = sum(len(r) for r in rows), network.context_weights()
+        if kept <= CHUNK_ROWS and not any(chains) and _stores_directly(network, weights, taps):
+            _store(weights, kv, taps if kept == taps.shape[0] else _joined(rows), *_requests(places), checked=False)
         else:
             new = [
                 _keep_and_publish(kv, *args)
@@ -117,8 +117,9 @@ def append_rows_on_device(
         taps: ``[N, T*H]``.
         starts, lengths, valid_lengths: int64 ``[R]``.
     """
-    if _stores_directly(network, taps):
-        _store(network, kv, taps, starts, lengths, valid_lengths, slots, checked=True)
+    weights = network.context_weights()
+    if _stores_directly(network, weights, taps):
+        _store(weights, kv, taps, starts, lengths, valid_lengths, slots, checked=True)
         return
     placed = plan_rows(starts, lengths, valid_lengths, slots, kv.row_pool, taps.shape[0], checked=True)
     keys, values = network.context_rows(taps, placed.positions)
@@ -126,13 +127,13 @@ def append_rows_on_device(
     accept(placed, slots, kv.row_pool)
 
 
-def _stores_directly(network: DraftNetwork, taps: Tensor) -> bool:
+def _stores_directly(network: DraftNetwork, weights: ContextWeights, taps: Tensor) -> bool:
     """Whether rows go from the kernel to the pool, without a copy between."""
-    return context_backend(network.backend, taps, network.context_weights()) == "triton"
+    return context_backend(network.backend, taps, weights) == "triton"
 
 
 def _store(
-    network: DraftNetwork,
+    weights: ContextWeights,
     kv: WindowKV,
     taps: Tensor,
     starts: Tensor,
@@ -143,7 +144,6 @@ def _store(
     checked: bool,
 ) -> None:
     """Most of the work, and of what can fail, comes before anything is written."""
-    weights = network.context_weights()
     features = context_features(taps, weights, backend="triton")
     n = taps.shape[0]
     positions, rows = place_rows(
