@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Backend", "choose_backend"]
+__all__ = ["Backend", "check_devices", "choose_backend"]
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -42,6 +42,17 @@ def choose_backend(backend: str, *tensors: Tensor, dots: bool = False) -> Litera
             raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto' or 'torch'.")
         return "triton"
     return "triton" if obstacle is None and tensors[0].is_cuda else "torch"
+
+
+def check_devices(op: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors on several devices.
+
+    Raises:
+        ValueError: naming the operation and the devices.
+    """
+    devices = {str(t.device) for t in tensors if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{op} got tensors on {sorted(devices)}; move them together.")
 
 
 def _obstacle(tensors: tuple[Tensor, ...], dots: bool) -> str | None:

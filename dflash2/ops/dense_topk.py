@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash2.ops.backend import Backend
+from dflash2.ops.backend import Backend, check_devices
 from dflash2.ops.launch import launch_settings
-from dflash2.ops.top_candidates import fused_backend, shard_top
+from dflash2.ops.top_candidates import fused_backend, real_rows, shard_top
 
 __all__ = ["dense_topk", "dense_topk_reference"]
 
@@ -84,10 +84,5 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int 
             f"dense_topk got hidden {hidden.dtype} and weight {weight.dtype}; expected one floating-point dtype. Cast "
             "the rows, which are fewer."
         )
-    devices = {str(t.device) for t in (hidden, weight, bias) if t is not None}
-    if len(devices) > 1:
-        raise ValueError(f"dense_topk got tensors on {sorted(devices)}; move them together.")
-    vocab = weight.shape[0] if vocab_size is None else vocab_size
-    if not 0 <= vocab <= weight.shape[0]:
-        raise ValueError(f"vocab_size={vocab}: the weight has {weight.shape[0]} rows.")
-    return vocab
+    check_devices("dense_topk", hidden, weight, bias)
+    return real_rows(weight, vocab_size)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash2.ops.backend import Backend, choose_backend
+from dflash2.ops.backend import Backend, check_devices, choose_backend
 from dflash2.ops.int16_rows import LIMIT
 from dflash2.ops.launch import launch_settings
-from dflash2.ops.top_candidates import fused_backend, shard_top
+from dflash2.ops.top_candidates import fused_backend, real_rows, shard_top
 
 __all__ = ["int8_head", "int8_head_reference", "int8_head_top"]
 
@@ -189,10 +189,5 @@ def _check(hidden: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, v
             f"int8_head got hidden {hidden.dtype}, weight {weight.dtype}, scale {scale.dtype}; expected floating-point "
             "hidden, an int8 weight and an fp32 scale (a cast must leave the scale alone)."
         )
-    devices = {str(t.device) for t in (hidden, weight, scale, bias) if t is not None}
-    if len(devices) > 1:
-        raise ValueError(f"int8_head got tensors on {sorted(devices)}; move them together.")
-    vocab = rows[0] if vocab_size is None else vocab_size
-    if not 0 <= vocab <= rows[0]:
-        raise ValueError(f"vocab_size={vocab}: the weight has {rows[0]} rows.")
-    return vocab
+    check_devices("int8_head", hidden, weight, scale, bias)
+    return real_rows(weight, vocab_size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash2.ops.backend import check_devices
 from dflash2.ops.row_linear import row_linear_reference
 
 __all__ = ["int8_linear", "int8_linear_reference"]
@@ -60,6 +61,4 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Non
             f"int8_linear got x {x.dtype}, weight {weight.dtype}, scale {scale.dtype}; expected floating-point x, an "
             "int8 weight and an fp32 scale (a cast must leave the scale alone)."
         )
-    devices = {t.device for t in (x, weight, scale, bias) if t is not None}
-    if len(devices) > 1:
-        raise ValueError(f"int8_linear got tensors on {sorted(map(str, devices))}; move them together.")
+    check_devices("int8_linear", x, weight, scale, bias)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from dflash2.ops.backend import choose_backend
 
-__all__ = ["fused_backend", "merge_top", "shard_top", "top_candidates"]
+__all__ = ["fused_backend", "merge_top", "real_rows", "shard_top", "top_candidates"]
 
 #: Candidates that the fused kernels keep per row at most.
 MAX_KERNEL_COUNT = 64
@@ -50,6 +50,18 @@ def shard_top(logits: Tensor, count: int, first_id: int = 0) -> tuple[Tensor, Te
     ids, values = top_candidates(logits, min(count, logits.shape[-1]))
     missing = (0, count - ids.shape[-1])
     return F.pad(ids + first_id, missing, value=-1), F.pad(values, missing, value=-torch.inf)
+
+
+def real_rows(weight: Tensor, vocab_size: int | None) -> int:
+    """How many rows of a head's ``weight [V', H]`` are tokens: ``vocab_size``, or all of them if it is None.
+
+    Raises:
+        ValueError: the weight has not that many.
+    """
+    vocab = weight.shape[0] if vocab_size is None else vocab_size
+    if not 0 <= vocab <= weight.shape[0]:
+        raise ValueError(f"vocab_size={vocab}: the weight has {weight.shape[0]} rows.")
+    return vocab
 
 
 def fused_backend(backend: str, count: int, *tensors: Tensor) -> str:
