@@ -51,11 +51,20 @@ def test_several_calls_are_run_in_order():
 
 
 @pytest.mark.gpu
-def test_events_see_what_the_device_does():
-    """Twice the bytes take about twice as long, and a graph of two calls is divided by two."""
-    timer = Timer(torch.device("cuda"), samples=20)
-    small, large = (torch.ones(n << 20, device="cuda") for n in (256, 512))
-    one = timer.measure(timer.captured([small.sum]))
-    two = timer.measure(timer.captured([large.sum, large.sum]), units=2)
-    assert 1.7 < two.median_us / one.median_us < 2.3
-    assert one.p20_us <= one.median_us <= one.p80_us
+def test_a_captured_graph_does_all_its_calls_and_is_timed_in_order():
+    counter, ran = torch.zeros((), device="cuda"), 0
+    timer = Timer(torch.device("cuda"), samples=20, sample_us=100.0, warm_up_us=100.0)
+    run = timer.captured([lambda: counter.add_(1), lambda: counter.add_(10)])
+    before = counter.item()
+    run()
+    assert counter.item() == before + 11
+
+    def counted():
+        nonlocal ran
+        ran += 1
+        run()
+
+    before = counter.item()
+    timing = timer.measure(counted, units=2)
+    assert 0 < timing.p20_us <= timing.median_us <= timing.p80_us
+    assert counter.item() == before + 11 * ran
