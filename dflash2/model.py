@@ -50,11 +50,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, **kw)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        return self.o_proj(attend(self.layer, *self.project(x, cos, sin)).flatten(-2))
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``x [..., n, H]`` -> q ``[..., n, nq, hd]``, k and v ``[..., n, nkv, hd]``; q and k normed and rotated."""
         heads = (-1, self.head_dim)
         q = apply_rope(self.q_norm(self.q_proj(x).unflatten(-1, heads)), cos, sin)
         k = apply_rope(self.k_norm(self.k_proj(x).unflatten(-1, heads)), cos, sin)
-        v = self.v_proj(x).unflatten(-1, heads)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
+        return q, k, self.v_proj(x).unflatten(-1, heads)
 
 
 class MLP(nn.Module):
