@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dflash2.training.data import PackedRows
 
-__all__ = ["Blocks", "make_blocks", "sample_anchors"]
+__all__ = ["Blocks", "draw_blocks", "make_blocks", "sample_anchors"]
 
 #: Context slabs are padded to a multiple of this: few distinct shapes, and rows that attention kernels like.
 SLAB_MULTIPLE = 128
@@ -30,7 +31,7 @@ class Blocks:
         document: int64 ``[R*S]``.
         anchors: int64 ``[N]``, flat index; ascending.
         valid: bool ``[N]``; False for the blocks that only fill up the last tile.
-        ends: int64 ``[N]``, flat index one past the document.
+        starts, ends: int64 ``[N]``, flat index of the document's first token, and one past its last.
         slab_first: int64 ``[N/tile]``, flat index where a tile's context begins.
         slab_length: context rows per tile.
         tile: anchors per tile.
@@ -41,6 +42,7 @@ class Blocks:
     document: Tensor
     anchors: Tensor
     valid: Tensor
+    starts: Tensor
     ends: Tensor
     slab_first: Tensor
     slab_length: int
@@ -48,10 +50,15 @@ class Blocks:
 
     def to(self, device: torch.device | str) -> Blocks:
         """The same blocks with their tensors on ``device``."""
-        moved: dict[str, Any] = {
-            k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
-        }
-        return replace(self, **moved)
+        return self._each(lambda x: x.to(device, non_blocking=True))
+
+    def pin(self) -> Blocks:
+        """The same blocks in memory that a GPU copies from without making the stream wait."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Blocks:
+        changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **changed)
 
     def rows(self, block_size: int) -> Tensor:
         """Flat indices of the block rows, ``[N, B]``, clamped to the tokens there are."""
@@ -76,6 +83,29 @@ def sample_anchors(rows: PackedRows, count: int, rng: np.random.Generator) -> np
     return np.sort(eligible)
 
 
+def draw_blocks(
+    rows: PackedRows, per_row: int, rngs: Sequence[np.random.Generator], tile: int, retention: int | None
+) -> Blocks:
+    """``per_row`` blocks of every row. What a row gets depends on its generator only, not on the rows beside it.
+
+    Args:
+        rows: the packed documents, R rows.
+        per_row: a multiple of ``tile``. A row with fewer eligible positions fills up with blocks that are not valid.
+        rngs: one generator for each row.
+        tile, retention: see `make_blocks`.
+    """
+    width, eligible = rows.tokens.shape[1], rows.eligible()
+    bounds = np.searchsorted(eligible, np.arange(len(rngs) + 1) * width)
+    anchors, valid = np.empty((len(rngs), per_row), np.int64), np.zeros((len(rngs), per_row), bool)
+    for r, rng in enumerate(rngs):
+        found = eligible[bounds[r] : bounds[r + 1]]
+        if len(found) > per_row:
+            found = np.sort(rng.choice(found, per_row, replace=False))
+        valid[r, : len(found)] = True
+        anchors[r] = np.pad(found, (0, per_row - len(found)), mode="edge") if len(found) else r * width
+    return _blocks(rows, anchors.reshape(-1), valid.reshape(-1), tile, retention)
+
+
 def make_blocks(rows: PackedRows, anchors: np.ndarray, count: int, tile: int, retention: int | None) -> Blocks:
     """Group anchors into tiles and find each tile's context.
 
@@ -91,10 +121,16 @@ def make_blocks(rows: PackedRows, anchors: np.ndarray, count: int, tile: int, re
             f"{len(anchors)} anchors for {count} blocks in tiles of {tile}: expected 1..{count}, whole tiles."
         )
     valid = np.arange(count) < len(anchors)
-    anchors = np.concatenate((anchors, np.repeat(anchors[-1:], count - len(anchors))))
+    return _blocks(rows, np.pad(anchors, (0, count - len(anchors)), mode="edge"), valid, tile, retention)
+
+
+def _blocks(rows: PackedRows, anchors: np.ndarray, valid: np.ndarray, tile: int, retention: int | None) -> Blocks:
     document = rows.document.reshape(-1)
+    # A row without documents has one block all the same, at padding: it sees itself, and counts nowhere.
     owner = document[anchors]
-    oldest = rows.first[owner] if retention is None else np.maximum(rows.first[owner], anchors - retention)
+    starts = np.where(owner < 0, anchors, rows.first[owner])
+    ends = np.where(owner < 0, anchors, rows.end[owner])
+    oldest = starts if retention is None else np.maximum(starts, anchors - retention)
     first, last = oldest.reshape(-1, tile).min(1), anchors.reshape(-1, tile).max(1)
     longest = max(int((last - first).max()), 1)
     return Blocks(
@@ -103,7 +139,8 @@ def make_blocks(rows: PackedRows, anchors: np.ndarray, count: int, tile: int, re
         document=torch.from_numpy(document),
         anchors=torch.from_numpy(anchors),
         valid=torch.from_numpy(valid),
-        ends=torch.from_numpy(rows.end[owner]),
+        starts=torch.from_numpy(starts),
+        ends=torch.from_numpy(ends),
         slab_first=torch.from_numpy(first),
         slab_length=-(-longest // SLAB_MULTIPLE) * SLAB_MULTIPLE,
         tile=tile,
