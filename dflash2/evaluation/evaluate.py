@@ -1,0 +1,219 @@
+"""Replay drafters over a trace and turn what is counted into a table of estimates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash2.drafter import DFlash2Drafter
+from dflash2.evaluation.replay import anchors_of, draft_odds
+from dflash2.evaluation.rounds import Tally, bucket_name, round_lengths, tally
+from dflash2.evaluation.statistics import Sample, resample
+from dflash2.evaluation.trace import Trace, choose_layers
+
+__all__ = ["DEFINITION", "MIN_PROMPTS", "Replayed", "Row", "replay_trace", "rows"]
+
+DEFINITION = "tokens of verify rounds (bonus included) / rounds; per prompt, then the mean over prompts"
+#: Fewer prompts than this say more about the prompts than about the context length.
+MIN_PROMPTS = 5
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One drafter over one trace.
+
+    Attributes:
+        tallies: by the most drafts per round.
+        about: of each document its ``dataset``, ``domain``, ``id`` and ``temperature``.
+        lengths: tokens of every round of every document at the widest; empty lists for sampled documents.
+        seconds: by number of drafts, wall clock; one pass for all where every width was asked for.
+        every_position: whether drafts were made at every position, or only where rounds begin.
+    """
+
+    tallies: dict[int, Tally]
+    about: list[dict[str, Any]]
+    lengths: list[list[int]]
+    seconds: float
+    every_position: bool
+
+    @property
+    def widest(self) -> int:
+        """The most drafts per round of all."""
+        return max(self.tallies)
+
+
+def replay_trace(
+    trace: Trace, drafter: DFlash2Drafter, widths: Sequence[int] | None = None, every_position: bool = True
+) -> Replayed:
+    """Replay a drafter over all documents of a trace.
+
+    Args:
+        trace: what a target did.
+        drafter: for that target, on its device. If it is not bound yet, the trace's tables are bound.
+        widths: numbers of drafts per round; by default the widest only.
+        every_position: see `draft_odds`.
+
+    Raises:
+        ConfigError: the drafter does not fit the trace.
+        CheckpointError: a file of the trace is damaged.
+    """
+    c = drafter.config
+    trace.check_fit(c)
+    widths = sorted(set(widths or [c.max_draft_tokens]))
+    tables = trace.tables(drafter.device, drafter.dtype)
+    if not drafter.is_bound:
+        drafter.bind_target(tables.embedding, tables.head)
+    tallies: dict[int, list[Tally]] = {k: [] for k in widths}
+    about: list[dict[str, Any]] = []
+    lengths: list[list[int]] = []
+    began = time.perf_counter()
+    for shard in trace.shards():
+        anchors = anchors_of(shard, trace.max_new_tokens)
+        taps = choose_layers(shard.taps, trace.columns(c), len(trace.layer_ids))
+        odds = draft_odds(drafter, shard, taps, tables.head, anchors, widths, every_position)
+        for k in widths:
+            tallies[k].append(tally(odds[k], anchors))
+        heat = shard.temperatures.tolist()
+        found = round_lengths(odds[widths[-1]].stands, anchors)
+        lengths += [r if t <= 0 else [] for r, t in zip(found, heat, strict=True)]
+        about += [{**a, "temperature": round(t, 3)} for a, t in zip(shard.about, heat, strict=True)]
+    if drafter.device.type == "cuda":
+        torch.cuda.synchronize()
+    joined = {k: Tally.join(parts) for k, parts in tallies.items()}
+    return Replayed(joined, about, lengths, time.perf_counter() - began, every_position)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One estimate: a line of the CSV.
+
+    Attributes:
+        run: whose.
+        group: what the prompts are told apart by: ``all``, ``dataset``, ``domain`` or ``context``.
+        name: which of the group. Temperatures are never mixed: for ``all`` it is T=0 and the like.
+        drafts: k, the most per round.
+        metric: what is estimated.
+        position: of the draft in its block, 1 to k; 0 for what concerns whole rounds.
+        value, low, high: the estimate and its 95 % bootstrap interval over prompts.
+        prompts: how many say something about it.
+    """
+
+    run: str
+    group: str
+    name: str
+    drafts: int
+    metric: str
+    position: int
+    value: float
+    low: float
+    high: float
+    prompts: int
+
+
+Group = tuple[str, str, np.ndarray]
+
+
+def rows(runs: Mapping[str, Replayed], costs: Mapping[str, Mapping[int, float]] | None = None) -> list[Row]:
+    """All estimates of all runs.
+
+    Args:
+        runs: over one trace.
+        costs: for each run, seconds of a round by number of drafts; 0 is plain decoding. Without them there is no
+            speed.
+    """
+    found: list[Row] = []
+    baseline = next(iter(runs.values()))
+    for group, name, members in _groups(baseline.about):
+        weights = resample(len(members), f"{group} {name}")
+        reference: Sample | None = None
+        for run, replayed in runs.items():
+            add = _Adder(found, run, group, name)
+            for k, counted in replayed.tallies.items():
+                for metric, sample in _of_rounds(counted, members, weights).items():
+                    add(k, metric, sample)
+                if costs is not None and group == "all":
+                    speed = Sample.ratio(counted.tokens[members], counted.rounds[members], weights)
+                    add(k, "tokens_per_s", speed.scaled(1 / costs[run][k]))
+            widest = replayed.tallies[replayed.widest]
+            for metric, position, sample in _of_drafts(widest, members, weights, replayed.every_position):
+                add(replayed.widest, metric, sample, position)
+            own = _of_rounds(widest, members, weights)["acceptance_length"]
+            if reference is not None:
+                add(replayed.widest, "difference_to_first_run", own - reference)
+            reference = reference or own
+            if group == "all":
+                found += _by_context(run, replayed, members, weights)
+    return found
+
+
+class _Adder:
+    def __init__(self, rows: list[Row], run: str, group: str, name: str):
+        self.rows, self.run, self.group, self.name = rows, run, group, name
+
+    def __call__(self, drafts: int, metric: str, sample: Sample, position: int = 0) -> None:
+        estimate = sample.estimate()
+        if estimate is not None:
+            self.rows.append(Row(self.run, self.group, self.name, drafts, metric, position, **asdict(estimate)))
+
+
+def _groups(about: Sequence[Mapping[str, Any]]) -> Iterator[Group]:
+    """Everything at one temperature; then by data set and by domain."""
+    heat = np.array([a["temperature"] for a in about])
+    for t in np.unique(heat):
+        yield "all", f"T={t:g}", np.flatnonzero(heat == t)
+        for group in ("dataset", "domain"):
+            names = np.array([a[group] for a in about])
+            for name in dict.fromkeys(names[(heat == t) & (names != "")].tolist()):
+                label = name if len(np.unique(heat)) == 1 else f"{name} T={t:g}"
+                yield group, label, np.flatnonzero((heat == t) & (names == name))
+
+
+def _of_rounds(t: Tally, members: np.ndarray, weights: np.ndarray) -> dict[str, Sample]:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        per_prompt = (t.tokens / t.rounds)[members]
+        unary = (t.tokens / t.unary_rounds)[members]
+    per_prompt[t.tokens[members] == 0] = unary[t.tokens[members] == 0] = np.nan
+    return {
+        "acceptance_length": Sample.mean(per_prompt, weights),
+        "acceptance_length_over_rounds": Sample.ratio(
+            t.tokens[members], np.where(t.tokens > 0, t.rounds, 0)[members], weights
+        ),
+        "acceptance_length_unary": Sample.mean(unary, weights),
+        "selector_gain": Sample.mean(per_prompt - unary, weights),
+    }
+
+
+def _of_drafts(
+    t: Tally, members: np.ndarray, weights: np.ndarray, every_position: bool
+) -> Iterator[tuple[str, int, Sample]]:
+    if every_position:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            yield "acceptance_length_every_position", 0, Sample.mean((t.yielded / t.anchors)[members], weights)
+    rates = {
+        "conditional_acceptance": (t.kept, t.reached),
+        "recall": (t.found, t.reached),
+        "selector_accuracy": (t.kept, t.found),
+    }
+    for metric, (above, below) in rates.items():
+        for i in range(t.reached.shape[1]):
+            yield metric, i + 1, Sample.ratio(above[members, i], below[members, i], weights)
+
+
+def _by_context(run: str, replayed: Replayed, members: np.ndarray, weights: np.ndarray) -> list[Row]:
+    t, heat = replayed.tallies[replayed.widest], {replayed.about[i]["temperature"] for i in members}
+    found: list[Row] = []
+    for level in range(t.bucket_rounds.shape[1]):
+        below = t.bucket_rounds[members, level]
+        if (below > 0).sum() >= MIN_PROMPTS:
+            name = bucket_name(level)
+            several = len({a["temperature"] for a in replayed.about}) > 1
+            label = f"{name} T={heat.pop():g}" if several and len(heat) == 1 else name
+            add = _Adder(found, run, "context", label)
+            sample = Sample.ratio(t.bucket_tokens[members, level], below, weights)
+            add(replayed.widest, "acceptance_length_over_rounds", sample)
+    return found
