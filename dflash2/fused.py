@@ -66,7 +66,7 @@ def fused_pass(
         h, x = _after(layer.attention_conv, h, a, bias, after, norm, n, None, backend)
         y, after = _before(layer.mlp_conv, x, n, int16, backend)
         gate, up = layer.mlp.gate_proj, layer.mlp.up_proj
-        y = gated_linear(y, gate.weight, up.weight, (_scale(gate), _scale(up)), backend=backend)
+        y = gated_linear(y, gate.weight, up.weight, (_scale(gate), _scale(up)), settled=True, backend=backend)
         a = _linear(y, layer.mlp.down_proj, backend=backend)
         finite = inputs.valid if i + 1 == len(layers) else None
         h, x = _after(layer.mlp_conv, h, a, None, after, next_norm, n, finite, backend)
@@ -111,7 +111,7 @@ def _after(
 
 
 def _linear(x: Tensor | Int16Rows, *linears: Any, backend: Backend) -> Tensor:
-    return block_linear(x, [m.weight for m in linears], [_scale(m) for m in linears], backend=backend)
+    return block_linear(x, [m.weight for m in linears], [_scale(m) for m in linears], settled=True, backend=backend)
 
 
 def _scale(linear: nn.Module) -> Tensor | None:

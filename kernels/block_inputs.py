@@ -1,10 +1,13 @@
-"""Triton kernel of `dflash2.ops.block_inputs`: one program for each block row."""
+"""Triton kernel of `dflash2.ops.block_inputs`: one program for each block row.
+
+The first kernel of a pass: what was written before it is settled for those that follow.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
+from .dependent_launch import dependent_launch, wait_then_let_go
 from .residual_norm import store_normed
 
 _POSITIONS = 512
@@ -21,7 +24,7 @@ def _block_inputs_kernel(
     request, i, block_rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = (request * block_rows + i).to(tl.int64)
     dtype = h_ptr.dtype.element_ty
-    wait_for_inputs(PDL)
+    wait_then_let_go(PDL)
     start, slot = tl.load(starts_ptr + request), tl.load(slots_ptr + request)
     anchor = tl.load(anchors_ptr + request)
     in_range = (anchor >= 0) & (anchor < vocab_size)

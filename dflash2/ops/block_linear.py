@@ -28,14 +28,17 @@ Scales = Sequence[Tensor | None]
 
 
 def block_linear(
-    x: Tensor | Int16Rows, weights: Sequence[Tensor], scales: Scales, *, backend: Backend = "auto"
-) -> Tensor:
+    x: Tensor | Int16Rows, weights: Sequence[Tensor], scales: Scales, *, settled: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
     """Products of the same rows with one to three weights, side by side.
 
     Args:
         x: ``[N, K]`` floating point, contiguous, or such rows as `Int16Rows` for int8 weights.
         weights: each ``[O_i, K]``, contiguous, all in x's dtype or all int8.
         scales: fp32 ``[O_i]`` of int8 weights, else None.
+        settled: the weights were written before a `block_inputs` that came before this: the kernel may read them
+            while what came in between still runs.
         backend: ``"auto"`` (kernels on a GPU), ``"torch"`` or ``"triton"``.
 
     Returns:
@@ -58,7 +61,7 @@ def block_linear(
     settings = launch_settings(
         "block_linear", kernel.DEFAULTS, rows.device, **sizes, weight_bytes=weights[0].element_size()
     )
-    return kernel.block_linear(rows, x_scale, list(weights), list(scales), settings)
+    return kernel.block_linear(rows, x_scale, list(weights), list(scales), settled, settings)
 
 
 def block_linear_reference(x: Tensor | Int16Rows, weights: Sequence[Tensor], scales: Scales) -> Tensor:
@@ -67,15 +70,16 @@ def block_linear_reference(x: Tensor | Int16Rows, weights: Sequence[Tensor], sca
 
 
 def gated_linear(
-    x: Tensor | Int16Rows, gate: Tensor, up: Tensor, scales: Scales, *, backend: Backend = "auto"
-) -> Tensor:
+    x: Tensor | Int16Rows, gate: Tensor, up: Tensor, scales: Scales, *, settled: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
     """``silu(x gate^T) * (x up^T)``, the first half of a gated MLP (Shazeer, arXiv 2002.05202, section 2).
 
     Args:
         x: ``[N, K]`` floating point, contiguous, or such rows as `Int16Rows` for int8 weights.
         gate, up: ``[O, K]``, contiguous, in x's dtype or int8.
         scales: fp32 ``[O]`` of the two when they are int8, else None twice.
-        backend: as for `block_linear`.
+        settled, backend: as for `block_linear`.
 
     Returns:
         ``[N, O]`` in x's dtype.
@@ -96,7 +100,7 @@ def gated_linear(
     settings = launch_settings(
         "gated_linear", kernel.GATED_DEFAULTS, rows.device, **sizes, weight_bytes=gate.element_size()
     )
-    return kernel.gated_linear(rows, x_scale, gate, up, list(scales), dtype, settings)
+    return kernel.gated_linear(rows, x_scale, gate, up, list(scales), dtype, settled, settings)
 
 
 def gated_linear_reference(x: Tensor | Int16Rows, gate: Tensor, up: Tensor, scales: Scales) -> Tensor:

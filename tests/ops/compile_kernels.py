@@ -12,8 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 I8, B16, F32, F64, I32, I64, I1 = "*i8", "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*i1"
-LINEAR = {"SEGMENTS": 3, "SPLIT": 4, "EVEN": True, "PREFETCH": 1024, "BLOCK_O": 64, "BLOCK_K": 128, "WEIGHTS_FIRST": 1}
-GATED = {"EVEN": True, "PREFETCH": 512, "BLOCK_O": 32, "BLOCK_K": 128, "WEIGHTS_FIRST": 1}
+TILE = {"EVEN": True, "EARLY": 0, "SETTLED": False, "PREFETCH": 1024, "BLOCK_K": 128, "WEIGHTS_FIRST": 1}
+EARLY = {"EARLY": 3, "SETTLED": True}
+LINEAR = TILE | {"SEGMENTS": 3, "SPLIT": 4, "BLOCK_O": 64}
+GATED = TILE | {"BLOCK_O": 32}
 UNIT = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PARTS": 17, "QUERIES": 32, "DIM": 128}
 
 
@@ -31,6 +33,10 @@ def _gated(weight, rows, **more):
 KERNELS = {
     "block_linear._linear_kernel bf16": (*_linear(B16, B16, INT8=False, PLANES=False, BLOCK_R=16), 4, 4),
     "block_linear._linear_kernel int8": (*_linear(I8, B16, INT8=True, PLANES=False, BLOCK_R=8), 4, 4),
+    "block_linear._linear_kernel bf16 early": (*_linear(B16, B16, INT8=False, PLANES=False, BLOCK_R=16, **EARLY), 4, 5),
+    "block_linear._linear_kernel int8 early": (*_linear(I8, B16, INT8=True, PLANES=False, BLOCK_R=8, **EARLY), 4, 5),
+    "block_linear._gated_kernel bf16 early": (*_gated(B16, B16, INT8=False, PLANES=False, BLOCK_R=16, **EARLY), 4, 5),
+    "block_linear._gated_kernel planes early": (*_gated(I8, I8, INT8=True, PLANES=True, BLOCK_R=8, **EARLY), 4, 5),
     "block_linear._gated_kernel bf16": (*_gated(B16, B16, INT8=False, PLANES=False, BLOCK_R=16), 4, 4),
     "block_linear._gated_kernel planes": (*_gated(I8, I8, INT8=True, PLANES=True, BLOCK_R=8), 4, 5),
     "residual_norm._residual_norm_kernel": (

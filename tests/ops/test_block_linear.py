@@ -91,6 +91,28 @@ def test_settings_change_the_speed_only(split, weights_first, device):
 
 
 @pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("stages", [2, 5])
+@pytest.mark.parametrize("split", [1, 3, 8])
+@pytest.mark.parametrize("int8", [False, True], ids=["dense", "int8"])
+def test_weights_that_are_asked_for_early_give_the_same_bits(int8, split, stages, device):
+    x, weights, scales = problem((5, 512, (70, 20)), torch.float16, int8, device)
+    ways = []
+    for early in (0, 1):
+        settings = {"BLOCK_O": 64, "BLOCK_K": 64, "SPLIT": split, "EARLY": early, "num_stages": stages}
+        with override("block_linear", settings):
+            ways.append(block_linear(x, weights, scales, settled=True, backend="triton"))
+    assert torch.equal(*ways)
+    gate, up = weights[0], weights[0].flip(0).contiguous()
+    rows = [x, int16_rows(x)] if int8 else [x]
+    for x in rows:
+        ways = []
+        for early in (0, 1):
+            with override("gated_linear", {"BLOCK_K": 128, "EARLY": early, "num_stages": stages}):
+                ways.append(gated_linear(x, gate, up, [scales[0]] * 2, settled=True, backend="triton"))
+        assert torch.equal(*ways)
+
+
+@pytest.mark.parametrize("device", TRITON)
 @pytest.mark.parametrize("int8", [False, True], ids=["dense", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 5, 3), (8, 96, 40), (17, 300, 33), (70, 64, 16), (0, 64, 32)], ids=str)
