@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import dflash2
-from dflash2.bench.command import add_commands
+from dflash2.bench import command as bench
 from dflash2.checkpoint_files import DEFAULT_DRAFTER
 from dflash2.command import FAILED, run_command
+from dflash2.evaluation import command as evaluation
 from dflash2.targets import EMBEDDED_TARGET
 
 __all__ = ["main"]
@@ -25,6 +26,8 @@ EXAMPLES = """examples:
   dflash2 generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --file prompt.txt
   dflash2 inspect path/to/drafter --target path/to/target
   dflash2 head-report --target path/to/target --text my.txt    what an int8 head would change
+  dflash2 trace --prompts gsm8k humaneval --out trace     what the target does, recorded once
+  dflash2 eval --trace trace --drafter path/to/drafter --out report      acceptance, by replay
   dflash2 tune && dflash2 bench                      launch settings of this GPU, then its speed
 
 exit codes: 0 done, 1 an output differed or a check failed, 2 the input was wrong (the message says what to change)
@@ -119,7 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("--json", action="store_true", help="print only the JSON line")
     head.set_defaults(run=_head_report)
 
-    add_commands(commands)
+    bench.add_commands(commands)
+    evaluation.add_commands(commands)
     return parser
 
 

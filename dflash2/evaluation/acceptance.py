@@ -1,4 +1,4 @@
-"""Acceptance length by real generation: ``python -m dflash2.evaluation.acceptance --help``.
+"""Acceptance length by real generation: what `dflash2 eval --live` measures, and what replay must agree with.
 
 A verify round yields the drafts that stood and one token of the target's own. The acceptance length is tokens from
 verify rounds by number of rounds: per prompt, then the mean over prompts. The prompt's own pass yields the first token
@@ -7,14 +7,10 @@ and is no round. A round that a stop or the budget cuts counts with the tokens t
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,20 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dflash2
-from dflash2.checkpoint_files import DEFAULT_DRAFTER
-from dflash2.command import run_command
-from dflash2.errors import ConfigError
+from dflash2.evaluation.definition import DEFINITION, MIN_PROMPTS, bucket, bucket_name, template_sha256
 from dflash2.int8_linear import has_int8_linears
-from dflash2.prompts import prompt_ids, read_prompts
+from dflash2.lm_head import Int8LMHead
+from dflash2.prompts import prompt_ids
 from dflash2.provenance import provenance
-from dflash2.targets import EMBEDDED_TARGET
 
-__all__ = ["Measurement", "main", "measure", "summarise"]
-
-#: Fewer prompts than this say more about the prompts than about the context length.
-MIN_PROMPTS = 5
-FIRST_BUCKET = 128
-DEFINITION = "tokens of verify rounds (bonus included) / rounds; per prompt, then the mean over prompts"
+__all__ = ["Measurement", "live_report", "measure", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -150,15 +139,14 @@ def _by_context(lengths: Sequence[list[int]], prompt_lengths: Sequence[int]) -> 
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for prompt, (rounds, context) in enumerate(zip(lengths, prompt_lengths, strict=True)):
         for produced in rounds:
-            found[(context // FIRST_BUCKET).bit_length()].append((prompt, produced))
+            found[bucket(context)].append((prompt, produced))
             context += produced
     table = {}
     for level, seen in sorted(found.items()):
         prompts = len({prompt for prompt, _ in seen})
         if prompts >= MIN_PROMPTS:
-            low = FIRST_BUCKET * 2 ** (level - 1) if level else 0
             mean = sum(produced for _, produced in seen) / len(seen)
-            table[f"{low}-{FIRST_BUCKET * 2**level - 1}"] = {
+            table[bucket_name(level)] = {
                 "acceptance_length": round(mean, 4),
                 "rounds": len(seen),
                 "prompts": prompts,
@@ -166,97 +154,47 @@ def _by_context(lengths: Sequence[list[int]], prompt_lengths: Sequence[int]) -> 
     return table
 
 
-def _sets(specs: Sequence[str], limit: int) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
-    """``NAME=FILE`` arguments; the first ``limit`` prompts of each file, 0 for all."""
-    sets = {}
-    for spec in specs:
-        name, equals, file = spec.partition("=")
-        if not equals:
-            raise ConfigError(f"--prompts {spec!r}: expected NAME=FILE.")
-        sets[name] = (Path(file), read_prompts([file])[: limit or None])
-    return sets
+def live_report(
+    target: Any,
+    tokenizer: Any,
+    drafter: dflash2.DFlash2Drafter,
+    sets: Mapping[str, Sequence[dict[str, Any]]],
+    origin: Mapping[str, Any],
+    **settings: Any,
+) -> dict[str, Any]:
+    """Measure prompt sets, one line of output each.
 
+    Args:
+        target, tokenizer, drafter: from `load_pair`.
+        sets: prompts by name.
+        origin: where prompts and models are from.
+        settings: of `measure`.
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the prompt sets that the command line names, and write the report."""
-    args = _arguments(argv)
+    Returns:
+        JSON values: ``acceptance_length`` by set, ``definition``, ``details`` (`Measurement`), settings, provenance.
+    """
     # cuDNN's attention is planned anew for every shape, and here shapes change all the time.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    from dflash2.loading import load_pair
-
-    sets = _sets(args.prompts, args.limit)
-    target, tokenizer, drafter = load_pair(
-        args.target, args.drafter, args.device, args.dtype,
-        int8_linears=args.drafter_int8, draft_int8_head=args.draft_int8_head,
-    )  # fmt: skip
-    dtype = str(drafter.dtype).removeprefix("torch.")
-    names = ("max_new_tokens", "batch_size", "num_draft_tokens", "temperature", "seed")
-    settings = {name: getattr(args, name) for name in names}
     measured = {}
-    for name, (_, prompts) in sets.items():
+    for name, prompts in sets.items():
         m = measured[name] = measure(target, drafter, tokenizer, prompts, **settings)
         line = f"{name}: acceptance length {m.acceptance_length:.3f} over {m.prompts} prompts, {m.seconds:.0f} s"
         print(line, flush=True)
-    report = {
+    dtype, head = str(drafter.dtype).removeprefix("torch."), drafter._head[0]
+    return {
         "acceptance_length": {name: m.acceptance_length for name, m in measured.items()},
         "definition": DEFINITION,
         "details": {name: asdict(m) for name, m in measured.items()},
-        "prompts": {
-            name: {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "count": len(prompts)}
-            for name, (file, prompts) in sets.items()
-        },
+        **origin,
         "settings": {
             **settings,
             "dtype": dtype,
             "drafter_linears": "int8" if has_int8_linears(drafter) else dtype,
-            "draft_head": "int8" if args.draft_int8_head else dtype,
+            "draft_head": "int8" if isinstance(head, Int8LMHead) else dtype,
             "target_head": dtype,
             "block_size": drafter.config.block_size,
             "turns": "first only",
-            "template_sha256": _template(tokenizer),
+            "template_sha256": template_sha256(tokenizer),
         },
-        "provenance": {
-            "target": Path(args.target).name,
-            "drafter": Path(args.drafter).name,
-            **provenance(drafter.device),
-        },
+        "provenance": provenance(drafter.device),
     }
-    args.out.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _template(tokenizer: Any) -> str | None:
-    """Acceptance under another chat template is another number, so the report says which it was."""
-    template = getattr(tokenizer, "chat_template", None)
-    return None if not template else hashlib.sha256(str(template).encode()).hexdigest()
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m dflash2.evaluation.acceptance",
-        description="Measure a drafter's acceptance length by generating.",
-    )
-    parser.add_argument("--target", default=EMBEDDED_TARGET, help="folder, hub id or name (default: %(default)s)")
-    parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help="the same for the drafter")
-    parser.add_argument(
-        "--prompts", required=True, nargs="+", metavar="NAME=FILE",
-        help='JSONL files of lines like {"turns": ["the prompt"]}, "system" optional',
-    )  # fmt: skip
-    parser.add_argument("--out", required=True, type=Path, help="JSON report")
-    parser.add_argument("--limit", type=int, default=0, help="first so many prompts of each file; 0: all")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--num-draft-tokens", type=int, help="drafts per round (default: all the block has room for)")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--drafter-int8", action="store_true", help="weight-only int8 for the drafter's own linears")
-    parser.add_argument(
-        "--draft-int8-head", action="store_true",
-        help="pick drafts by an int8 copy of the target's head (the target decides by its own)",
-    )  # fmt: skip
-    parser.add_argument("--dtype", default="auto", help="auto: bfloat16 on GPUs, else float32")
-    parser.add_argument("--device", default="auto")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_command("dflash2.evaluation.acceptance", main))

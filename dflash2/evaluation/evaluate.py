@@ -11,16 +11,13 @@ import numpy as np
 import torch
 
 from dflash2.drafter import DFlash2Drafter
+from dflash2.evaluation.definition import MIN_PROMPTS, bucket_name
 from dflash2.evaluation.replay import anchors_of, draft_odds
-from dflash2.evaluation.rounds import Tally, bucket_name, round_lengths, tally
+from dflash2.evaluation.rounds import Tally, round_lengths, tally
 from dflash2.evaluation.statistics import Sample, resample
 from dflash2.evaluation.trace import Trace, choose_layers
 
-__all__ = ["DEFINITION", "MIN_PROMPTS", "Replayed", "Row", "replay_trace", "rows"]
-
-DEFINITION = "tokens of verify rounds (bonus included) / rounds; per prompt, then the mean over prompts"
-#: Fewer prompts than this say more about the prompts than about the context length.
-MIN_PROMPTS = 5
+__all__ = ["Replayed", "Row", "replay_trace", "rows"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Replayed:
         tallies: by the most drafts per round.
         about: of each document its ``dataset``, ``domain``, ``id`` and ``temperature``.
         lengths: tokens of every round of every document at the widest; empty lists for sampled documents.
-        seconds: by number of drafts, wall clock; one pass for all where every width was asked for.
+        seconds: wall clock, reading the shards included.
         every_position: whether drafts were made at every position, or only where rounds begin.
     """
 
@@ -137,8 +134,9 @@ def rows(runs: Mapping[str, Replayed], costs: Mapping[str, Mapping[int, float]] 
                 for metric, sample in _of_rounds(counted, members, weights).items():
                     add(k, metric, sample)
                 if costs is not None and group == "all":
-                    speed = Sample.ratio(counted.tokens[members], counted.rounds[members], weights)
-                    add(k, "tokens_per_s", speed.scaled(1 / costs[run][k]))
+                    add(k, "tokens_per_s", _yield(counted, members, weights).scaled(1 / costs[run][k]))
+            if costs is not None and group == "all":
+                add(0, "tokens_per_s", Sample.constant(1 / costs[run][0], len(members)))
             widest = replayed.tallies[replayed.widest]
             for metric, position, sample in _of_drafts(widest, members, weights, replayed.every_position):
                 add(replayed.widest, metric, sample, position)
@@ -180,12 +178,15 @@ def _of_rounds(t: Tally, members: np.ndarray, weights: np.ndarray) -> dict[str, 
     per_prompt[t.tokens[members] == 0] = unary[t.tokens[members] == 0] = np.nan
     return {
         "acceptance_length": Sample.mean(per_prompt, weights),
-        "acceptance_length_over_rounds": Sample.ratio(
-            t.tokens[members], np.where(t.tokens > 0, t.rounds, 0)[members], weights
-        ),
+        "acceptance_length_over_rounds": _yield(t, members, weights),
         "acceptance_length_unary": Sample.mean(unary, weights),
         "selector_gain": Sample.mean(per_prompt - unary, weights),
     }
+
+
+def _yield(t: Tally, members: np.ndarray, weights: np.ndarray) -> Sample:
+    """Tokens of all rounds by their number."""
+    return Sample.ratio(t.tokens[members], t.rounds[members], weights)
 
 
 def _of_drafts(

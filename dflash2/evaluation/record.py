@@ -22,7 +22,7 @@ from dflash2.provenance import provenance
 from dflash2.target import TargetRunner, tapped
 from dflash2.verification import verify
 
-__all__ = ["Document", "Question", "answer", "record_answers", "record_documents", "template_sha256"]
+__all__ = ["Document", "Question", "answer", "record_answers", "record_documents"]
 
 #: Greedy documents are the target's own if it would have said so many of their tokens. In 16 bits a pass over whole
 #: documents and one over single rows differ at a percent or two of them; another target's agree at a third.
@@ -174,8 +174,8 @@ def _head(target: Any) -> DenseLMHead:
     reader = None if head is None else as_lm_head(head)
     if not isinstance(reader, DenseLMHead):
         raise ConfigError(
-            f"{type(target).__name__}'s head is {type(head).__name__}: a trace stores the weight of a linear head of 16 "
-            "or 32 bits. Load the target unquantised."
+            f"{type(target).__name__}'s head is {type(head).__name__}: a trace stores the weight of a linear head of "
+            "16 or 32 bits. Load the target unquantised."
         )
     return reader
 
@@ -289,9 +289,3 @@ def _agreement(head: DenseLMHead, shard: Shard, states: Tensor) -> float:
             "Trace with the one that did."
         )
     return same / len(index)
-
-
-def template_sha256(tokenizer: Any) -> str | None:
-    """Acceptance under another chat template is another number, so a report says which it was."""
-    template = getattr(tokenizer, "chat_template", None)
-    return None if not template else hashlib.sha256(str(template).encode()).hexdigest()

@@ -1,8 +1,8 @@
 """Draft at recorded positions without the target: which drafts stand, given that those before them stood.
 
 With the document x fixed, a block drafted from position a is judged row by row. Row i counts only if drafts 1 .. i-1
-stood, and then they *are* the document's tokens: so the selector's predecessor is known, no walk is needed, and all rows
-of all positions are independent. Whether draft i stands is
+stood, and then they *are* the document's tokens: so the selector's predecessor is known, no walk is needed, and rows
+and positions are independent. Whether draft i stands is
 
     greedy   [argmax of row i = x_(a+i)]
     sampled  min(1, q_i(x_(a+i)) / p_i(x_(a+i)))
@@ -285,7 +285,7 @@ class _Replay:
         return walk.q[:, 0], _spread(self.drafter.shape_logits(raw), heat)
 
     def _target(self, before: Tensor, heat: Tensor) -> Tensor:
-        """p after each of these tokens, fp32 ``[m, V']``."""
+        """The target's distribution after each of these tokens, fp32 ``[m, V']``."""
         assert self.states is not None
         states = self.states[before.to(self.states.device)].to(before.device)
         logits = self.target_head.logits(states, self.target_rows)

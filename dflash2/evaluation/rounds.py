@@ -7,12 +7,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from dflash2.evaluation.definition import bucket
 from dflash2.evaluation.replay import Anchors, Odds
 
-__all__ = ["FIRST_BUCKET", "Tally", "bucket_name", "round_lengths", "tally", "walk"]
-
-#: Context lengths are told apart below this, and then per doubling.
-FIRST_BUCKET = 128
+__all__ = ["Tally", "round_lengths", "tally", "walk"]
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,6 @@ class Tally:
 
         columns = {f.name: [padded(getattr(p, f.name), f.name) for p in parts] for f in fields(cls)}
         return cls(**{name: np.concatenate(column) for name, column in columns.items()})
-
-
-def bucket_name(index: int) -> str:
-    """The context lengths that a bucket stands for."""
-    low = FIRST_BUCKET * 2 ** (index - 1) if index else 0
-    return f"{low}-{FIRST_BUCKET * 2**index - 1}"
 
 
 def walk(stands: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -107,7 +99,7 @@ def tally(odds: Odds, anchors: Anchors) -> Tally:
     draft = np.arange(1, k + 1)
     there = (draft <= anchors.after[:, None]) & (draft <= anchors.width(k)[:, None])
     reached = visits[:, None] * survive[:, :-1] * there
-    level = np.frexp(anchors.position // FIRST_BUCKET)[1]
+    level = np.array([bucket(p) for p in anchors.position.tolist()], np.int64)
     columns = np.arange(level.max(initial=0) + 1) == level[:, None]
 
     def per_document(x: np.ndarray) -> np.ndarray:

@@ -47,6 +47,11 @@ class Sample:
             draws = (weights @ numerator) / (weights @ denominator)
         return cls(float(value), draws, int((denominator > 0).sum()))
 
+    @classmethod
+    def constant(cls, value: float, prompts: int) -> Sample:
+        """What no prompt decides."""
+        return cls(value, np.full(DRAWS, value), prompts)
+
     def __sub__(self, other: Sample) -> Sample:
         return Sample(self.value - other.value, self.draws - other.draws, min(self.prompts, other.prompts))
 

@@ -1,0 +1,161 @@
+"""The subcommands ``dflash2 trace`` and ``dflash2 eval``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash2.checkpoint_files import DEFAULT_DRAFTER
+from dflash2.command import FAILED
+from dflash2.errors import ConfigError
+from dflash2.targets import EMBEDDED_TARGET
+
+__all__ = ["add_commands"]
+
+PROMPTS_HELP = (
+    "sets of prompts, each a name like gsm8k or builtin, or a .jsonl file of lines like "
+    '{"turns": ["the prompt"]}; NAME=SOURCE to call one something else'
+)
+
+
+def add_commands(commands: Any) -> None:
+    """Add both to the subparsers of the command ``dflash2``."""
+    trace = commands.add_parser(
+        "trace",
+        help="record what a target does on prompts, to measure drafters without it",
+        description="The target answers prompts; tokens and the hidden states that drafters read go to a folder. An "
+        "interrupted trace goes on when it is run again. `dflash2 eval --trace FOLDER` replays drafters over it.",
+    )
+    trace.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where to put the trace")
+    trace.add_argument("--target", default=EMBEDDED_TARGET, help="folder, hub id or name (default: %(default)s)")
+    trace.add_argument("--shards", nargs="+", metavar="FILE", help="record these token shards of `dflash2 synth`")
+    trace.add_argument("--drafter", action="append", help="record the layers that it reads; may be repeated (default: "
+                       "the packaged one)")  # fmt: skip
+    trace.add_argument("--layers", type=int, nargs="+", metavar="L", help="or these decoder layers")
+    _decoding(trace)
+    _where(trace, "bfloat16 on GPUs, else float32")
+    trace.set_defaults(run=_trace)
+
+    measure = commands.add_parser(
+        "eval",
+        help="acceptance of drafters: replay over a trace, several side by side",
+        description="Replays drafters over a trace and writes report.json, report.csv and report.html. With --prompts "
+        "it makes the trace first, into OUT/trace. With --live it generates instead, and writes live.json.",
+    )
+    measure.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where to put the report")
+    measure.add_argument("--trace", type=Path, metavar="FOLDER", help="made by `dflash2 trace`")
+    measure.add_argument("--drafter", action="append", metavar="[NAME=]DRAFTER",
+                         help="folder, hub id or name; may be repeated (default: the packaged one)")  # fmt: skip
+    measure.add_argument("--target", help="where a target is needed (default: the trace's, else the embedded one)")
+    measure.add_argument("--widest-only", action="store_true", help="only rounds of as many drafts as the block has")
+    measure.add_argument("--rounds-only", action="store_true",
+                         help="draft where rounds begin, not at every position: less work, greedy traces")  # fmt: skip
+    measure.add_argument("--costs", help="for speeds: a file of what rounds cost, or the word measure")
+    measure.add_argument("--live-check", type=int, default=0, metavar="N",
+                         help="decode N of the prompts with drafts, and compare every round")  # fmt: skip
+    measure.add_argument("--live", action="store_true", help="generate, do not replay")
+    measure.add_argument("--num-draft-tokens", type=int, help="with --live: drafts per round (default: the widest)")
+    measure.add_argument("--drafter-int8", action="store_true", help="weight-only int8 for the drafter's own linears")
+    int8_head = "pick drafts by an int8 copy of the target's head (the target decides by its own)"
+    measure.add_argument("--draft-int8-head", action="store_true", help=int8_head)
+    _decoding(measure)
+    _where(measure, "the trace's; for a new one bfloat16 on GPUs, else float32")
+    measure.set_defaults(run=_eval)
+
+
+def _decoding(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", nargs="+", metavar="SOURCE", help=PROMPTS_HELP)
+    parser.add_argument("--limit", type=int, default=0, help="first so many prompts of each set; 0: all")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="budget of an answer (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers; 0 is greedy (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, help="prompts at a time (default: %(default)s)")
+
+
+def _where(parser: argparse.ArgumentParser, auto: str) -> None:
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
+    parser.add_argument("--dtype", default="auto", help=f"float32, bfloat16, float16; auto: {auto}")
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from dflash2.config import DFlash2Config
+    from dflash2.evaluation.sources import trace_prompts, trace_shards
+    from dflash2.loading import load_target, pick_device
+
+    if (args.prompts is None) == (args.shards is None):
+        raise ConfigError("give either --prompts to be answered, or --shards of answers.")
+    if args.layers and args.drafter:
+        raise ConfigError("give --layers or --drafter: the layers of a drafter are those that it reads.")
+    layers = args.layers or [
+        i for d in args.drafter or [DEFAULT_DRAFTER] for i in DFlash2Config.from_pretrained(d).target_layer_ids
+    ]
+    device, dtype = pick_device(args.device, args.dtype)
+    target, tokenizer = load_target(args.target, device, dtype)
+    if args.shards:
+        made = trace_shards(target, args.target, args.shards, args.out, layers, args.limit, args.batch_size)
+    else:
+        made = trace_prompts(target, tokenizer, args.target, args.out, layers, _settings(args))
+    print(f"{made.folder}: {made.about['shards']} shards, layers {list(made.layer_ids)}")
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("prompts", "limit", "max_new_tokens", "temperature", "seed", "batch_size")
+    return {name: getattr(args, name) for name in names}
+
+
+def _eval(args: argparse.Namespace) -> int:
+    if args.live:
+        return _live(args)
+    if (args.prompts is None) == (args.trace is None):
+        raise ConfigError("give either --trace, a folder of `dflash2 trace`, or --prompts to make one of.")
+    if args.num_draft_tokens is not None:
+        raise ConfigError("--num-draft-tokens goes with --live: replay reports every number of drafts.")
+    from dflash2.evaluation.session import evaluate
+
+    report, ok = evaluate(args, _named(args.drafter))
+    for run, lengths in report["acceptance_length"].items():
+        print(f"{run}: acceptance length " + ", ".join(f"{name} {value:.3f}" for name, value in lengths.items()))
+    print(args.out / "report.html")
+    return 0 if ok else FAILED
+
+
+def _named(drafters: list[str] | None) -> dict[str, str]:
+    """Drafters by the name that a report gives them: NAME=DRAFTER, or the last part of a path or id."""
+    named: dict[str, str] = {}
+    for given in drafters or [DEFAULT_DRAFTER]:
+        name, equals, path = given.partition("=")
+        name, path = (name, path) if equals else (Path(given).name, given)
+        if name in named:
+            raise ConfigError(f"--drafter: two of them are called {name}. Tell them apart with NAME=DRAFTER.")
+        named[name] = path
+    return named
+
+
+def _live(args: argparse.Namespace) -> int:
+    replay_only = {"--trace": args.trace, "--costs": args.costs, "--live-check": args.live_check}
+    replay_only |= {"--rounds-only": args.rounds_only, "--widest-only": args.widest_only}
+    if given := [name for name, value in replay_only.items() if value]:
+        raise ConfigError(f"--live generates and takes no {', '.join(given)}. Leave them out.")
+    if args.prompts is None or len(args.drafter or [""]) != 1:
+        raise ConfigError("--live takes --prompts and one --drafter.")
+    from dflash2.evaluation.acceptance import live_report
+    from dflash2.evaluation.sources import load_sets
+    from dflash2.loading import load_pair
+
+    sets, origin = load_sets(args.prompts, args.limit)
+    (drafter_path,) = _named(args.drafter).values()
+    target_name = args.target or EMBEDDED_TARGET
+    target, tokenizer, drafter = load_pair(
+        target_name, drafter_path, args.device, args.dtype,
+        int8_linears=args.drafter_int8, draft_int8_head=args.draft_int8_head,
+    )  # fmt: skip
+    names = ("max_new_tokens", "batch_size", "num_draft_tokens", "temperature", "seed")
+    origin = {"prompts": origin, "target": Path(target_name).name, "drafter": Path(drafter_path).name}
+    report = live_report(target, tokenizer, drafter, sets, origin, **{name: getattr(args, name) for name in names})
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "live.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(args.out / "live.json")
+    return 0
