@@ -256,7 +256,7 @@ class DFlash2Drafter(DraftNetwork):
         self._check_kv(kv)
         seqs = as_list("seqs", seqs)
         k = self.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        self._check_propose(k)
+        self.check_propose(k)
         starts, length = self._starts(kv, seqs, start_positions)
         slots = kv.slots(seqs)
         anchors = integer_ids("anchor_ids", anchor_ids).to(self.device)
@@ -294,7 +294,7 @@ class DFlash2Drafter(DraftNetwork):
         """
         self._check_kv(kv)
         k = self.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        self._check_propose(k)
+        self.check_propose(k)
         if self.device.type != "cuda":
             raise ConfigError(
                 f"capture records CUDA graphs and the drafter is on {self.device}: move it to a GPU first."
@@ -342,7 +342,7 @@ class DFlash2Drafter(DraftNetwork):
                 "it was made before the drafter moved. Use new_kv() again."
             )
 
-    def _check_propose(self, k: int) -> None:
+    def check_propose(self, k: int) -> None:
         if not self.is_bound:
             raise ConfigError("no target is bound: call drafter.bind_target(embed_weight, lm_head) first.")
         if not is_integer(k) or not 0 <= k <= self.config.max_draft_tokens:

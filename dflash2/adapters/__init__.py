@@ -1,0 +1,1 @@
+"""Thin layers between the drafter and host engines."""

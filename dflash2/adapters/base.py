@@ -1,0 +1,305 @@
+"""Drafts for an engine's requests, by request id: what the adapters of all engines share.
+
+An engine tells in each step which rows of which requests it ran (`Chunk`) and gives the taps of those rows; it gets
+drafts back. Everything else that happens to a request (a prefix served from cache, chunked prefill, rejected drafts,
+preemption, resumption) shows in where its next rows begin, so one rule covers it: go back or forward to that position,
+then append. Nothing here raises on account of one request: it goes without drafts, and is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dflash2.adapters.chunks import Chunk, Drafts
+from dflash2.drafter import DFlash2Drafter
+from dflash2.errors import CapacityError
+from dflash2.positions import upload
+from dflash2.proposal import Proposal
+from dflash2.window_kv import WindowKV
+
+__all__ = ["DraftCounters", "RequestDrafter"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+#: Failures of one kind that are logged; the rest is counted only.
+LOGGED = 5
+
+
+@dataclass
+class DraftCounters:
+    """What happened since the start.
+
+    Attributes:
+        steps: calls of `RequestDrafter.step`.
+        rounds: requests drafted for, summed over steps.
+        proposed: drafts made.
+        opened: contexts begun; ``restored`` of them with rows of the prefix store, ``holes`` of them not at position 0
+            and without all rows that their window reaches.
+        evicted: contexts given up for others.
+        failures: by kind of error, requests that went without drafts.
+    """
+
+    steps: int = 0
+    rounds: int = 0
+    proposed: int = 0
+    opened: int = 0
+    restored: int = 0
+    holes: int = 0
+    evicted: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A chunk and its rows of the step's taps."""
+
+    chunk: Chunk
+    first: int
+    end: int
+
+
+def _chunk(placed: Any) -> Chunk:
+    return placed.chunk
+
+
+class RequestDrafter:
+    """One drafter and its own KV, addressed by an engine's request ids.
+
+    Args:
+        drafter: bound to the engine's target.
+        max_requests: requests that the engine runs at a time.
+        max_tokens: longest sequence.
+        num_draft_tokens: k, by default all the block has room for.
+        page_size: rows per page.
+        prefix_store_bytes: budget for rows of prefixes; without it a request whose prefix the engine took from its
+            cache drafts from a context that begins there.
+
+    Raises:
+        CapacityError: the memory cannot be had.
+        ConfigError: k is out of range.
+
+    Attributes:
+        kv: the memory; nothing of it is the engine's.
+        counters: `DraftCounters`.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlash2Drafter,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        num_draft_tokens: int | None = None,
+        page_size: int = 16,
+        prefix_store_bytes: int = 0,
+    ):
+        self.drafter = drafter
+        self.k = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        drafter.check_propose(self.k)
+        self.kv: WindowKV = drafter.new_kv(max_requests, max_tokens, page_size, prefix_store_bytes)
+        self.counters = DraftCounters()
+        self._invalid = torch.zeros((), dtype=torch.int64, device=drafter.device)
+        self._busy: set[Hashable] = set()
+        self._open: OrderedDict[Hashable, int] = OrderedDict()  # least recently stepped first
+
+    @property
+    def requests(self) -> list[Hashable]:
+        """Requests that hold a context."""
+        return list(self._open)
+
+    @property
+    def invalid(self) -> int:
+        """Rounds in which a request could not draft (see `Proposal.valid`). Waits for the device."""
+        return int(self._invalid)
+
+    def forget(self, requests: Collection[Hashable]) -> None:
+        """These ids are finished, aborted, or about to name something else. Unknown ones are fine."""
+        for request in requests:
+            if (seq := self._open.pop(request, None)) is not None:
+                self.kv.close(seq)
+
+    def retain(self, requests: Collection[Hashable]) -> None:
+        """Forget all but these: for engines that do not tell of every end."""
+        self.forget([r for r in self._open if r not in requests])
+
+    def step(self, chunks: Sequence[Chunk], taps: Tensor, generator: torch.Generator | None = None) -> Drafts:
+        """Take what the target ran, then draft for every chunk that has an anchor.
+
+        All rows of the step are stored before any draft is made, and a context that begins at a prefix is opened after
+        the rows before it: a request may share a prefix that another one wrote in this same step.
+
+        Args:
+            chunks: one per request.
+            taps: ``[sum(rows), T*H]``, chunk after chunk.
+            generator: noise for sampled drafts.
+
+        Returns:
+            `Drafts`. A request that fails on the way has none, and its context is dropped.
+        """
+        self.counters.steps += 1
+        ends = torch.tensor([c.rows for c in chunks]).cumsum(0).tolist()
+        placed = [_Placed(c, end - c.rows, end) for c, end in zip(chunks, ends, strict=True)]
+        self._busy = {c.request for c in chunks}
+        stays: list[_Placed] = []
+        begins: list[_Placed] = []
+
+        def place(some: list[_Placed]) -> None:
+            for p in some:
+                (stays if self._ready(p.chunk) else begins).append(p)
+
+        for p in placed:
+            self._each("place", [p], place)
+        done = self._each("append", stays, lambda some: self._append(some, taps))
+        begins.sort(key=lambda p: p.chunk.start)
+        for _, same in groupby(begins, key=lambda p: p.chunk.start):
+            opened = [p for p in same if self._each("open", [p], self._begin)]
+            done += self._each("append", opened, lambda some: self._append(some, taps))
+        drafting = [i for i, p in enumerate(placed) if p in done and p.chunk.anchor is not None]
+        return self._draft(placed, drafting, generator)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _ready(self, chunk: Chunk) -> bool:
+        """Whether the request's context stands, or can be put, where the chunk begins without losing rows."""
+        seq = self._open.get(chunk.request)
+        if seq is None:
+            return False
+        self._open.move_to_end(chunk.request)
+        first, end = self.kv.span(seq)
+        if chunk.start == end:
+            return True
+        if chunk.start > end and self.kv.store is None:
+            self.kv.skip_to(seq, chunk.start)
+            return True
+        if first <= chunk.start < end:
+            self.kv.truncate(seq, chunk.start)
+            if self.kv.store is None or not self._lacks_rows(seq):
+                return True
+        self.forget([chunk.request])
+        return False
+
+    def _lacks_rows(self, seq: int) -> bool:
+        """Whether a window from the next position would reach rows that are not there."""
+        first, end = self.kv.span(seq)
+        retention = self.drafter.config.retention
+        return first > (0 if retention is None else max(0, end - retention))
+
+    def _begin(self, some: list[_Placed]) -> None:
+        for c in (p.chunk for p in some):
+            prefix = list(c.prefix()) if self.kv.store is not None and c.prefix is not None and c.start else None
+            seq = self._open[c.request] = self._opened(c.start, prefix)
+            self.counters.opened += 1
+            self.counters.restored += self.kv.span(seq)[0] < c.start
+            self.counters.holes += c.start > 0 and self._lacks_rows(seq)
+
+    def _opened(self, start: int, prefix: list[int] | None) -> int:
+        """A new context, at the cost of those that were idle longest (preempted requests, for one)."""
+        while True:
+            try:
+                return self.kv.open(start, prefix)
+            except CapacityError:
+                idle = next((r for r in self._open if r not in self._busy), None)
+                if idle is None:
+                    raise
+                self.counters.evicted += 1
+                self.forget([idle])
+
+    def _append(self, some: list[_Placed], taps: Tensor) -> None:
+        whole = sum(p.end - p.first for p in some) == len(taps)  # the usual step: no copy
+        rows = taps if whole else torch.cat([taps[p.first : p.end] for p in some])
+        chunks = [p.chunk for p in some]
+        tokens = None
+        if self.kv.store is not None:
+            tokens = [t for c in chunks for t in c.tokens]
+        self.drafter.append(
+            self.kv,
+            [self._open[c.request] for c in chunks],
+            rows,
+            [c.start for c in chunks],
+            [c.rows for c in chunks],
+            [c.valid for c in chunks],
+            tokens,
+        )
+
+    def _draft(self, placed: list[_Placed], rows: list[int], generator: torch.Generator | None) -> Drafts:
+        parts: list[tuple[list[int], Proposal]] = []
+        sampled = any(placed[i].chunk.temperature > 0 for i in rows)
+
+        def propose(some: list[int]) -> None:
+            chunks = [placed[i].chunk for i in some]
+            proposal = self.drafter.propose(
+                self.kv,
+                [self._open[c.request] for c in chunks],
+                [c.anchor for c in chunks if c.anchor is not None],
+                [c.start + c.valid for c in chunks],
+                self.k,
+                temperature=[c.temperature for c in chunks] if sampled else 0.0,
+                generator=generator,
+            )
+            parts.append((some, proposal))
+
+        made = self._each("propose", rows, propose, lambda i: placed[i].chunk)
+        self.counters.rounds += len(made)
+        self.counters.proposed += len(made) * self.k
+        return self._joined(len(placed), parts)
+
+    def _joined(self, count: int, parts: list[tuple[list[int], Proposal]]) -> Drafts:
+        device, c = self.kv.device, self.drafter.config
+        tokens = torch.zeros(count, self.k, dtype=torch.int64, device=device)
+        drafted = torch.zeros(count, dtype=torch.bool, device=device)
+        candidates = q = None
+        if c.selector_top_k:
+            candidates = torch.zeros(count, self.k, c.selector_top_k, dtype=torch.int64, device=device)
+        if any(p.q is not None for _, p in parts):
+            q = torch.zeros(count, self.k, c.selector_top_k or c.vocab_size, device=device)
+            q[..., 0] = 1.0
+        for some, p in parts:
+            index = upload(some, device)
+            drafted[index] = p.valid
+            tokens[index] = p.tokens.masked_fill(~p.valid[:, None], 0)
+            if candidates is not None and p.candidates is not None:
+                candidates[index] = p.candidates.masked_fill(~p.valid[:, None, None], 0)
+            if q is not None:
+                q[index] = torch.where(p.valid[:, None, None], _distribution(p, c.vocab_size), q[index])
+            self._invalid += (~p.valid).sum()
+        return Drafts(tokens, drafted, candidates, q)
+
+    def _each(
+        self, what: str, items: list[T], call: Callable[[list[T]], None], chunk: Callable[[T], Chunk] = _chunk
+    ) -> list[T]:
+        """``call(items)``; if that fails, one by one: what is wrong with one request costs its own drafts only."""
+        if not items:
+            return []
+        try:
+            call(items)
+        except Exception as e:  # noqa: BLE001  whatever it is, an engine does not end because nothing could be drafted
+            if len(items) == 1:
+                self._give_up(chunk(items[0]), what, e)
+                return []
+            return [good for item in items for good in self._each(what, [item], call, chunk)]
+        return items
+
+    def _give_up(self, chunk: Chunk, what: str, error: Exception) -> None:
+        self.forget([chunk.request])
+        kind = type(error).__name__
+        self.counters.failures[kind] += 1
+        if self.counters.failures[kind] <= LOGGED:
+            _log.warning("no drafts for request %s, %s at %d: %s: %s", chunk.request, what, chunk.start, kind, error)
+
+
+def _distribution(p: Proposal, vocab_size: int) -> Tensor:
+    """``q`` of a proposal, or that of greedy rows."""
+    if p.q is not None:
+        return p.q
+    ids = torch.arange(vocab_size, device=p.tokens.device) if p.candidates is None else p.candidates
+    return (ids == p.tokens.unsqueeze(-1)).float()

@@ -1,0 +1,273 @@
+"""What every engine's requests go through, against a drafter that computes each context from scratch."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from adapters.scripted import Request, ScriptedEngine, texts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import FULL, SLIDING, tiny_config
+
+from dflash2 import DFlash2Drafter
+from dflash2.adapters.base import RequestDrafter
+from dflash2.adapters.chunks import Chunk
+
+V, PAGE = 37, 4
+KINDS = {
+    "sliding": {},
+    "mixed": {"layer_types": (SLIDING, FULL)},
+    "v1": {"architecture": "DFlashDraftModel"},
+}
+
+
+def drafter(kind: str = "sliding") -> DFlash2Drafter:
+    torch.manual_seed(3)
+    made = DFlash2Drafter(tiny_config(**KINDS[kind]))
+    for p in made.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return made.bind_target(torch.randn(V, 16), torch.randn(V, 16))
+
+
+def adapter(made: DFlash2Drafter, *, requests: int = 4, store: int = 1 << 20, **kw) -> RequestDrafter:
+    return RequestDrafter(made, max_requests=requests, max_tokens=256, page_size=PAGE, prefix_store_bytes=store, **kw)
+
+
+def engine(under_test: RequestDrafter, **kw) -> ScriptedEngine:
+    width = 2 * under_test.drafter.config.hidden_size
+    return ScriptedEngine(under_test.step, taps_width=width, vocab=V - 1, **kw)
+
+
+def line(seed: int, length: int) -> list[int]:
+    return torch.randint(0, V - 1, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def from_scratch(made: DFlash2Drafter, host: ScriptedEngine, r: Request, first: int = 0) -> list[int]:
+    """Drafts over the context ``[first, computed)`` and nothing else."""
+    kv = made.new_kv(1, 256)
+    seq = kv.open(first)
+    rows = host.taps(r.text[: r.computed])[first:]
+    made.append(kv, [seq], rows, [first], [len(rows)])
+    return made.propose(kv, [seq], [r.text[r.computed]], [r.computed]).tokens[0].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_any_course_of_events_drafts_as_a_cold_request_would(kind, data):
+    """Hits, chunks, preemption, aborts and reused ids in any order; the prefix store covers every hit."""
+    made = drafter(kind)
+    under_test = adapter(made)
+    host = engine(under_test, chunk=data.draw(st.integers(1, 9), "chunk"))
+    pool = [
+        Request(f"r{i % 5}", t, max(1, len(t) - 6))
+        for i, t in enumerate(texts(data.draw(st.integers(0, 99), "texts"), 9, V - 1, 12, 20))
+    ]
+    waiting, running = list(pool), []
+
+    def check(r: Request, drafts: list[int]) -> None:
+        assert drafts == from_scratch(made, host, r), (r.name, r.computed)
+
+    for _ in range(60):
+        while waiting and len(running) < 4 and data.draw(st.booleans(), "admit"):
+            taken = {x.name for x in running} | {x.name for x in waiting if x.known}
+            new = next((r for r in waiting if r.known or r.name not in taken), None)
+            if new is None:
+                break
+            waiting.remove(new)
+            if not new.known:
+                under_test.forget([new.name])  # an id that may have named another request
+            host.admit(new)
+            running.append(new)
+        host.step(running, check)
+        for r in [r for r in running if r.done]:
+            running.remove(r)
+            under_test.forget([r.name])
+        if running and data.draw(st.integers(0, 5), "event") == 0:
+            r = running.pop(data.draw(st.integers(0, len(running) - 1), "who"))
+            if data.draw(st.booleans(), "abort"):
+                under_test.forget([r.name])
+            else:
+                host.preempt(r)
+                waiting.append(r)
+        if not waiting and not running:
+            break
+    under_test.retain([])
+    assert under_test.kv.pages_in_use == 0
+    assert not under_test.counters.failures
+    assert under_test.invalid == 0
+
+
+def run_alone(host: ScriptedEngine, r: Request, check=None, steps: int = 40) -> int:
+    host.admit(r)
+    hit = r.computed
+    for _ in range(steps):
+        if r.done:
+            break
+        host.step([r], check)
+    return hit
+
+
+def test_a_prefix_hit_drafts_from_its_first_step_as_if_cold():
+    made = drafter()
+    under_test = adapter(made)
+    host = engine(under_test, chunk=64)
+    text = line(1, 60)
+    run_alone(host, Request("cold", text, 44))
+    seen = []
+
+    def check(r, drafts):
+        seen.append(r.computed)
+        assert drafts == from_scratch(made, host, r)
+
+    warm = Request("warm", text, 44)
+    assert run_alone(host, warm, check) >= 40
+    assert seen[0] == 44  # the first step that computed anything
+    assert under_test.counters.restored == 1
+    assert under_test.counters.holes == 0
+
+
+def test_without_a_store_the_prefix_is_a_hole():
+    made = drafter()
+    under_test = adapter(made, store=0)
+    host = engine(under_test, chunk=64)
+    text = line(1, 60)
+    run_alone(host, Request("cold", text, 44))
+    under_test.forget(["cold"])
+    firsts = []
+
+    def check(r, drafts):
+        firsts.append(under_test.kv.span(under_test._open[r.name])[0])
+        assert drafts == from_scratch(made, host, r, 40)
+
+    assert run_alone(host, Request("warm", text, 44), check, steps=1) == 40
+    assert firsts == [40]
+    assert under_test.counters.holes == 1
+
+
+def test_two_requests_of_one_step_share_a_prefix_that_one_of_them_writes():
+    made = drafter()
+    under_test = adapter(made)
+    host = engine(under_test, chunk=64)
+    shared = line(5, 24)
+    a, b = Request("a", [*shared, 1, 2, 3, 4, 5], 26), Request("b", [*shared, 9, 8, 7, 6, 5], 26)
+    host.admit(a)
+    b.computed, b.known, b.running = 24, 26, True  # the scheduler lets b hit what a computes in this step
+    checked = []
+
+    def check(r, drafts):
+        checked.append(r.name)
+        assert drafts == from_scratch(made, host, r)
+
+    host.step([b, a], check)
+    assert sorted(checked) == ["a", "b"]
+
+
+def test_more_requests_than_room_costs_drafts_not_the_engine(caplog):
+    under_test = adapter(drafter(), requests=2)
+    host = engine(under_test)
+    many = [Request(f"r{i}", t, 3) for i, t in enumerate(texts(2, 4, V - 1, 6, 8))]
+    for r in many:
+        host.admit(r)
+    with caplog.at_level(logging.WARNING):
+        out = host.step(many)
+    assert out.drafted.sum() <= 2
+    assert sum(under_test.counters.failures.values()) == 2
+    assert "no drafts for request" in caplog.text
+
+
+def test_idle_requests_make_room():
+    made = drafter()
+    under_test = adapter(made, requests=2)
+    host = engine(under_test, chunk=64)
+    a, b, c = (Request(name, line(i, 30), 12) for i, name in enumerate("abc"))
+    for r in (a, b):
+        host.admit(r)
+    host.step([a, b])
+    host.preempt(a)
+    host.admit(c)
+    assert host.step([b, c]).drafted.tolist() == [True, True]
+    assert under_test.counters.evicted == 1
+    assert under_test.requests == ["b", "c"]
+
+
+def chunk(name: str, start: int, rows: int, *, anchor: int | None = 1, temperature: float = 0.0, **kw) -> Chunk:
+    return Chunk(name, start, [1] * rows, rows, kw.pop("valid", rows), anchor, temperature, **kw)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_bad_request_does_not_spoil_the_step(kind):
+    """Taps of NaN, an infinite temperature: the others draft as if alone."""
+    made = drafter(kind)
+    taps = torch.randn(9, 32)
+    taps[6:] = float("nan")
+    under_test = adapter(made)
+    chunks = [
+        chunk("good", 0, 3),
+        chunk("hot", 0, 3, temperature=float("inf")),
+        chunk("sick", 0, 3),
+    ]
+    out = under_test.step(chunks, taps)
+    alone = adapter(made).step([chunk("good", 0, 3)], taps[:3])
+    assert out.drafted.tolist() == [True, False, False]
+    assert torch.equal(out.tokens[0], alone.tokens[0])
+    assert not out.tokens[1:].any()
+    assert under_test.counters.failures == {"ValueError": 1}
+    assert under_test.invalid == 1
+    assert under_test.requests == ["good", "sick"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distributions_are_those_that_tokens_were_drawn_from(kind):
+    made = drafter(kind)
+    under_test = adapter(made)
+    taps = torch.randn(9, 32)
+    chunks = [chunk("hot", 0, 3, temperature=1.3), chunk("cold", 0, 3), chunk("prompt", 0, 3, anchor=None)]
+    out = under_test.step(chunks, taps, torch.Generator().manual_seed(5))
+    dense = out.dense_q(V + 3)
+    assert dense.shape == (3, under_test.k, V + 3)
+    torch.testing.assert_close(dense.sum(-1), torch.ones(3, under_test.k))
+    chosen = dense.gather(-1, out.tokens[..., None]).squeeze(-1)
+    assert (chosen[0] > 0).all()
+    assert (chosen[1:] == 1).all()  # greedy, and none at all
+    kv = made.new_kv(1)
+    seq = kv.open()
+    made.append(kv, [seq], taps[:3], [0], [3])
+    mine = made.propose(kv, [seq], [1], [3], temperature=1.3)
+    q = mine.q if mine.candidates is None else torch.zeros(1, under_test.k, V).scatter_(-1, mine.candidates, mine.q)
+    torch.testing.assert_close(dense[0, 0, :V], q[0, 0], atol=1e-6, rtol=1e-5)
+
+
+def test_a_batch_that_fails_as_a_whole_still_has_distributions(monkeypatch):
+    """Requests drafted one by one: greedy ones beside sampled ones stay one-hot on what they drafted."""
+    under_test = adapter(drafter())
+    real = under_test.drafter.propose
+
+    def only_single(kv, seqs, *args, **kw):
+        if len(seqs) > 1:
+            raise RuntimeError("no batches today")
+        return real(kv, seqs, *args, **kw)
+
+    monkeypatch.setattr(under_test.drafter, "propose", only_single)
+    out = under_test.step([chunk("hot", 0, 3, temperature=1.0), chunk("cold", 0, 3)], torch.randn(6, 32))
+    assert out.drafted.all()
+    assert (out.dense_q(V)[1].gather(-1, out.tokens[1, :, None]) == 1).all()
+
+
+def test_steps_without_anything_to_draft():
+    under_test = adapter(drafter())
+    out = under_test.step([], torch.zeros(0, 32))
+    assert out.tokens.shape == (0, under_test.k)
+    out = under_test.step([chunk("a", 0, 2, anchor=None)], torch.randn(2, 32))
+    assert out.drafted.tolist() == [False]
+    assert under_test.kv.span(under_test._open["a"]) == (0, 2)
+
+
+def test_a_gap_without_a_store_keeps_the_older_rows():
+    """Rounds in which the engine did not tell of rows (near its longest length, say) are a hole."""
+    under_test = adapter(drafter(), store=0)
+    under_test.step([chunk("a", 0, 4)], torch.randn(4, 32))
+    assert under_test.step([chunk("a", 6, 1)], torch.randn(1, 32)).drafted.all()
+    assert under_test.kv.span(under_test._open["a"]) == (0, 7)
