@@ -14,9 +14,18 @@ from typing import Any
 from dflash2.config import SLIDING, DFlash2Config, default_target_layer_ids
 from dflash2.errors import ConfigError
 
-__all__ = ["TrainConfig", "drafter_config", "help_text", "load_config"]
+__all__ = ["TrainConfig", "config_yaml", "drafter_config", "help_text", "load_config"]
 
 PROVENANCE = "provenance"
+REQUIRED = ("target", "shards", "out")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "gold": ("argmax", "token"),
+    "selector_miss": ("exclude", "inject"),
+    "selector_mean": ("hits", "rows"),
+    "dtype": ("bfloat16", "float32"),
+    "sharding": ("none", "fsdp"),
+    "fast": (True, False),
+}
 
 
 @dataclass(kw_only=True)
@@ -25,18 +34,28 @@ class TrainConfig:
 
     Attributes:
         target: name, folder or hub id of the frozen target.
-        shards: token shards (``.npz``) as dflash2.training.synth writes them, paths or glob patterns.
+        shards: token shards (``.npz``) as ``dflash2 synth`` writes them, paths or glob patterns.
         out: folder for weights, config.json, metrics.jsonl and the resume state.
         drafter: fields of `DFlash2Config` that differ from what `drafter_config` derives from the target. Required:
             drafter.mask_token_id, an id that the target's text does not contain.
         row_tokens: S, tokens per packed row; longer documents are left out.
-        rows_per_step: packed rows per step.
-        anchors_per_step: blocks per step, drawn from the answers in these rows; a multiple of tile.
-        tile: neighbouring anchors that share one slab of context.
-        gamma: decay of the rows' weights; about B/2.
-        hard_weight: share of the loss against the gold token, the rest against the target's distribution.
+        rows_per_step: packed rows per step, of all processes together.
+        anchors_per_row: blocks drawn from the answers in each row; a multiple of tile.
+        accumulate: parts that a process's rows of one step are worked off in, one after the other, to save memory.
+        tile: neighbouring anchors that share one slab of context where attention runs by tiles.
+        gamma: decay of the rows' weights, row i weighs exp(-(i-1)/gamma); about B/2.
+        hard_weight: factor of the cross-entropy against gold.
+        soft_weight: factor of the cross-entropy against the target's distribution p; its gradient is that of the KL
+            divergence from p to the drafter's q.
+        tv_weight: factor of the total variation distance, 1 - A with A = sum min(p, q): the chance that sampling
+            rejects a draft.
+        lk_weight: factor of -log A, which pulls harder where little is accepted.
         gold: ``argmax`` of the target, or the document's ``token``: label of the hard loss and of the selector.
-        selector_weight: factor on the selector's loss.
+        selector_weight: factor of the selector's loss; cross-entropy among the C candidates after the true token.
+        selector_miss: rows whose gold is no candidate: ``exclude`` them, or ``inject`` gold in place of the last.
+        selector_mean: the selector's loss is a mean over ``hits``, the rows it is judged on (with accumulate: of each
+            part), or over all supervised ``rows``.
+        selector_detach: keep the selector's gradient from the layers.
         lr: peak learning rate.
         betas: AdamW's.
         weight_decay: on matrices.
@@ -51,10 +70,13 @@ class TrainConfig:
             is further along sets the schedule.
         pause_seconds: save and end this process after so long; the same command goes on. 0 for none.
         seed: of data order, anchors and initial weights.
-        device: as torch names it; auto takes a GPU if there is one.
+        device: as torch names it; auto takes a GPU if there is one. Several processes get theirs from accelerate.
         dtype: of target and working weights, ``bfloat16`` or ``float32``. Masters are fp32.
+        sharding: with several processes, ``none`` (all hold all weights) or ``fsdp`` (weights, masters and optimizer
+            state are split).
         head_chunk: rows of logits in memory at a time.
-        compile: run norms, MLPs and convolutions through torch.compile.
+        fast: flex attention and compiled modules: ``auto`` on GPUs, true, or false for the plain forms.
+        tensorboard: write scalars for TensorBoard, too, to the folder tensorboard in out.
         log_seconds: a line of metrics that often; 0 for every step.
         eval_seconds: an evaluation by replay that often (and at the end); 0 for the end only.
         save_seconds: weights and resume state that often (and at the end); 0 for the end only.
@@ -69,12 +91,19 @@ class TrainConfig:
     drafter: dict[str, Any] = field(default_factory=dict)
     row_tokens: int = 2048
     rows_per_step: int = 16
-    anchors_per_step: int = 8192
+    anchors_per_row: int = 512
+    accumulate: int = 1
     tile: int = 16
     gamma: float = 4.0
     hard_weight: float = 0.5
+    soft_weight: float = 0.5
+    tv_weight: float = 0.0
+    lk_weight: float = 0.0
     gold: str = "argmax"
     selector_weight: float = 1.0
+    selector_miss: str = "exclude"
+    selector_mean: str = "hits"
+    selector_detach: bool = False
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
@@ -90,8 +119,10 @@ class TrainConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "bfloat16"
+    sharding: str = "none"
     head_chunk: int = 8192
-    compile: bool = False
+    fast: str | bool = "auto"
+    tensorboard: bool = False
     log_seconds: float = 20.0
     eval_seconds: float = 180.0
     save_seconds: float = 180.0
@@ -102,18 +133,27 @@ class TrainConfig:
     def __post_init__(self) -> None:
         from dflash2.loading import pick_device
 
+        for f in fields(self):
+            setattr(self, f.name, _typed(f.name, f.default, getattr(self, f.name)))
         self.device = str(pick_device(self.device)[0])
-        self.betas = (self.betas[0], self.betas[1])
+        self.betas = (float(self.betas[0]), float(self.betas[1]))
+        self.fast = self.device.startswith("cuda") if self.fast == "auto" else self.fast
         if not self.max_steps and not self.max_seconds:
             raise ConfigError("max_steps=0 and max_seconds=0: the run would never end. Set one of them.")
-        if self.gold not in ("argmax", "token"):
-            raise ConfigError(f"gold={self.gold!r}: must be 'argmax' or 'token'.")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ConfigError(f"dtype={self.dtype!r}: must be 'bfloat16' or 'float32'.")
-        if not 0 <= self.hard_weight <= 1:
-            raise ConfigError(f"hard_weight={self.hard_weight}: must be a share in [0, 1].")
-        if self.anchors_per_step < 1 or self.tile < 1 or self.anchors_per_step % self.tile:
-            raise ConfigError(f"anchors_per_step={self.anchors_per_step}: must be a multiple of tile={self.tile}.")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be {' or '.join(map(repr, allowed))}.")
+        if self.fast and not self.device.startswith("cuda"):
+            raise ConfigError(f"fast=true on {self.device}: flex attention has a backward pass on GPUs only. Set auto.")
+        weights = {f"{name}_weight": getattr(self, f"{name}_weight") for name in ("hard", "soft", "tv", "lk")}
+        if min(*weights.values(), self.selector_weight) < 0 or not any(weights.values()):
+            raise ConfigError(f"{weights}: must not be negative, and one of them above 0.")
+        if self.anchors_per_row < 1 or self.tile < 1 or self.anchors_per_row % self.tile:
+            raise ConfigError(f"anchors_per_row={self.anchors_per_row}: must be a multiple of tile={self.tile}.")
+        if self.accumulate < 1 or self.rows_per_step % self.accumulate:
+            raise ConfigError(
+                f"rows_per_step={self.rows_per_step}: must be a multiple of accumulate={self.accumulate}."
+            )
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -131,9 +171,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
         if Path(path).suffix == ".json":
             raw = json.loads(text)
         else:
-            import yaml
-
-            raw = yaml.safe_load(text) or {}
+            raw = _yaml(text)
     for setting in overrides:
         key, equals, value = setting.partition("=")
         if not equals:
@@ -147,11 +185,24 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     known = {f.name for f in fields(TrainConfig)}
     if unknown := sorted(set(raw) - known):
         raise ConfigError(f"unknown training settings {unknown}. Known: {sorted(known)}.")
-    if missing := sorted({"target", "shards", "out"} - set(raw)):
+    if missing := sorted(set(REQUIRED) - set(raw)):
         raise ConfigError(f"training settings {missing} are missing. Set them in the file or with --set.")
     if isinstance(raw["shards"], str):
         raw["shards"] = [raw["shards"]]
     return TrainConfig(**raw)
+
+
+def _typed(name: str, default: Any, value: Any) -> Any:
+    """Numbers as numbers: YAML takes 1e-3 for text."""
+    kind = type(default)
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    elif kind not in (int, bool, float) or type(value) is kind:
+        return value
+    raise ConfigError(f"{name}={value!r}: expected a {'number' if kind is float else kind.__name__}.")
 
 
 def _value(text: str) -> Any:
@@ -168,14 +219,45 @@ def to_json(config: TrainConfig, provenance: dict[str, Any]) -> str:
 
 def help_text() -> str:
     """Every setting with its default and what the docstring of `TrainConfig` says of it."""
+    lines = []
+    for name, default, meaning in _documented():
+        shown = "required" if default is MISSING else json.dumps(default)
+        lines += textwrap.wrap(f"{name} ({shown}): {meaning}", 110, subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def config_yaml() -> str:
+    """A file of all settings with their defaults, each explained; the required ones are examples."""
+    examples = {"target": "smollm2-135m", "shards": ["tokens/*.npz"], "out": "run", "drafter": {"mask_token_id": 16}}
+    lines = ["# Settings of dflash2 train. Those that stay as they are can be left out."]
+    for name, default, meaning in _documented():
+        lines += ["", *textwrap.wrap(meaning, 110, initial_indent="# ", subsequent_indent="# ")]
+        lines.append(f"{name}: {json.dumps(examples.get(name, default))}")
+    return "\n".join(lines) + "\n"
+
+
+def _documented() -> list[tuple[str, Any, str]]:
+    """Name, default (`MISSING` for none) and meaning of every setting."""
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(TrainConfig.__doc__ or ""), re.MULTILINE)
     meaning = {name: " ".join(text.replace("``", "").replace("`", "").split()) for name, text in entries}
-    lines = []
-    for f in fields(TrainConfig):
-        default = f.default if f.default_factory is MISSING else f.default_factory()
-        shown = "required" if default is MISSING else json.dumps(default)
-        lines += textwrap.wrap(f"{f.name} ({shown}): {meaning.get(f.name, '')}", 110, subsequent_indent="    ")
-    return "\n".join(lines)
+    return [
+        (f.name, f.default if f.default_factory is MISSING else f.default_factory(), meaning.get(f.name, ""))
+        for f in fields(TrainConfig)
+    ]
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError as e:
+        raise ConfigError("YAML settings need PyYAML: pip install 'dflash2[train]', or use a .json file.") from e
+    try:
+        raw = yaml.safe_load(text) or {}
+    except yaml.YAMLError as e:
+        raise ConfigError(f"--config is no YAML: {e}") from e
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--config holds a {type(raw).__name__}: expected settings, one name: value a line.")
+    return raw
 
 
 def drafter_config(target: Any, overrides: dict[str, Any]) -> DFlash2Config:

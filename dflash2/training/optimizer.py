@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash2.training.parallel import shard_like, whole
+
 __all__ = ["MasterAdamW", "learning_rate"]
 
 
@@ -41,7 +43,7 @@ class MasterAdamW:
         matrices = [m for m in self.masters if m.dim() > 1]
         others = [m for m in self.masters if m.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        fused = self.masters[0].is_cuda
+        fused = self.masters[0].is_cuda  # one kernel for all parameters
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=fused)
 
     @torch.no_grad()
@@ -60,14 +62,14 @@ class MasterAdamW:
             # While the run is young the average follows faster, or it would remember the initial weights.
             keep = min(self.ema, (1 + self.steps) / (10 + self.steps))
             torch._foreach_lerp_(self.average, self.masters, 1 - keep)
-        return norm
+        return whole(norm)
 
     def _publish(self, source: Iterable[Tensor]) -> None:
         torch._foreach_copy_(self.working, list(source))
 
     def weights(self) -> dict[str, Tensor]:
-        """What to save and to evaluate: the average if there is one."""
-        return dict(zip(self.names, self.average or self.masters, strict=True))
+        """What to save and to evaluate: the average if there is one. Whole, if it is split over processes."""
+        return dict(zip(self.names, map(whole, self.average or self.masters), strict=True))
 
     @torch.no_grad()
     def show(self, averaged: bool) -> None:
@@ -75,15 +77,23 @@ class MasterAdamW:
         self._publish(self.average if averaged and self.average else self.masters)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on, by reference."""
-        return {"masters": self.masters, "average": self.average, "steps": self.steps, "adamw": self.adamw.state_dict()}
+        """All that the next step depends on: whole tensors, so that any number of processes can go on with it."""
+        inner = self.adamw.state_dict()
+        moments = {i: {name: whole(x) for name, x in entry.items()} for i, entry in inner["state"].items()}
+        masters, average = ([whole(x) for x in xs] for xs in (self.masters, self.average))
+        return {"masters": masters, "average": average, "steps": self.steps, "adamw": inner | {"state": moments}}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; the working weights follow."""
         for mine, theirs in ((self.masters, state["masters"]), (self.average, state["average"])):
             for a, b in zip(mine, theirs, strict=True):
-                a.copy_(b)
-        self.adamw.load_state_dict(state["adamw"])
+                a.copy_(shard_like(b, a))
+        inner, ordered = state["adamw"], [p for group in self.adamw.param_groups for p in group["params"]]
+        moments = {
+            i: {name: shard_like(x, ordered[i]) if x.dim() else x for name, x in entry.items()}
+            for i, entry in inner["state"].items()
+        }
+        self.adamw.load_state_dict(inner | {"state": moments})
         self.steps = state["steps"]
         self._publish(self.masters)

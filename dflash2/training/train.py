@@ -1,39 +1,72 @@
-"""Train a drafter: ``python -m dflash2.training.train --config run.yaml --set lr=6e-4``."""
+"""One training run: steps, evaluation by replay, checkpoints from which a killed run goes on."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dflash2.command import run_command
-from dflash2.conv import GroupedConv
+from dflash2.config import DFlash2Config
 from dflash2.drafter import DFlash2Drafter
-from dflash2.model import MLP, RMSNorm
+from dflash2.errors import ConfigError
+from dflash2.ops.distill import LossWeights
 from dflash2.provenance import provenance
-from dflash2.training.anchors import Blocks, make_blocks, sample_anchors
+from dflash2.target import misfits
+from dflash2.training.anchors import Blocks
+from dflash2.training.attention import TiledAttention
+from dflash2.training.batches import Batch, Batches
 from dflash2.training.checkpoint import load_resume, publish, save_resume, start_from
-from dflash2.training.config import TrainConfig, drafter_config, help_text, load_config, to_json
-from dflash2.training.data import PackedRows, Plan, load_shards, pack
+from dflash2.training.config import TrainConfig, drafter_config, to_json
+from dflash2.training.data import Documents, load_shards
 from dflash2.training.initial import initialise
-from dflash2.training.loss import BlockLoss, block_loss, block_targets, draft_states
+from dflash2.training.loss import BlockLoss, LossOptions, block_loss, block_targets, draft_states, supervision
+from dflash2.training.metrics import Metrics
 from dflash2.training.optimizer import MasterAdamW, learning_rate
+from dflash2.training.parallel import Processes
 from dflash2.training.replay import Replay, replay
 from dflash2.training.target import FrozenTarget
 
-__all__ = ["Trainer", "main", "train"]
+__all__ = ["Trainer", "train"]
 
 #: Settings that may change between a run and its continuation: they do not change what a step computes.
-FREE = {"out", "target", "device", "compile", "init_from", "pause_seconds", "val_documents"}
+FREE = {"out", "target", "device", "sharding", "fast", "tensorboard", "init_from", "pause_seconds", "val_documents"}
 FREE |= {"log_seconds", "eval_seconds", "save_seconds", "save_steps"}
+#: Packed rows that initial scales are measured on.
+SAMPLE_ROWS = 4
+
+
+class StepLoss(nn.Module):
+    """The drafter's pass and its loss as one module, so that wrappers for several processes see one call."""
+
+    def __init__(self, drafter: DFlash2Drafter, config: TrainConfig, processes: Processes):
+        super().__init__()
+        self.drafter, self.config, self.processes = drafter, config, processes
+        c = config
+        self.options = LossOptions(
+            LossWeights(c.hard_weight, c.soft_weight, c.tv_weight, c.lk_weight), c.selector_weight, c.gold,
+            c.selector_miss, c.selector_mean, c.selector_detach, c.head_chunk,
+        )  # fmt: skip
+        self.attention: Any = TiledAttention
+        if c.fast:
+            from dflash2.training.spans import SpanAttention
+
+            self.attention = SpanAttention
+
+    def forward(self, blocks: Blocks, taps: Tensor, states: Tensor, head: Tensor, norm: Tensor) -> BlockLoss:
+        """Losses of one part of a step; see `block_loss`."""
+        z = draft_states(self.drafter, blocks, taps, self.attention)
+        targets = block_targets(blocks, states, self.drafter.config.block_size, self.config.gamma)
+        # Each part's selector loss is a mean of its own; their mean is the step's.
+        return block_loss(
+            self.drafter, z, head, targets, self.options, norm=norm,
+            add_up=lambda x: self.processes.add_up(x) * self.config.accumulate,
+        )  # fmt: skip
 
 
 class Trainer:
@@ -42,36 +75,59 @@ class Trainer:
     Args:
         config: the settings.
         target: the target, if it is loaded already.
+
+    Raises:
+        ConfigError: settings, shards, target and drafter do not fit together.
+        CheckpointError: the folder holds a run of other settings.
     """
 
     def __init__(self, config: TrainConfig, target: FrozenTarget | None = None):
         self.config, self.out = config, Path(config.out)
+        self.processes = Processes(config.device, config.sharding)
+        self.device = self.processes.device
+        _check_split(config, self.processes.count)
         dtype = getattr(torch, config.dtype)
+        documents = load_shards(config.shards)
         if target is None:
-            target = FrozenTarget.from_pretrained(config.target, (), dtype=dtype, device=config.device)
+            target = FrozenTarget.from_pretrained(
+                config.target, (), dtype=dtype, device=str(self.device), fast=bool(config.fast)
+            )
         self.target = target
         shape = drafter_config(target.model.config, config.drafter)
+        _check_fit(shape, target, documents)
         target.layer_ids = shape.target_layer_ids
-        documents = load_shards(config.shards)
         self.documents, held_out = documents.split(config.val_permille)
         self.validation = held_out.select(np.flatnonzero(held_out.temps == 0)[: config.val_documents])
         torch.manual_seed(config.seed)
-        self.plan = Plan(self.documents, config.row_tokens, config.rows_per_step, config.seed)
+        self.batches = self._batches(shape)
         self.step_count, self.seconds = 0, 0.0
         # Drawn on the CPU, so that a seed means the same on every device.
-        self.drafter = DFlash2Drafter(shape, dtype=torch.float32).to(config.device)
+        self.drafter = DFlash2Drafter(shape, dtype=torch.float32).to(self.device)
         self.drafter.bind_target(target.embedding, target.head)
-        if config.init_from:
-            start_from(self.drafter, config.init_from)
-        else:
-            initialise(self.drafter, target, layers=config.init_layers, sample=self._device_rows(self._rows(0)))
+        self._set_weights()
         self.drafter.to(dtype)
+        if config.fast:
+            from dflash2.training.compiled import compile_modules
+
+            compile_modules(self.drafter)
+        self.step_loss = self.processes.wrap(StepLoss(self.drafter, config, self.processes))
         self.optimizer = MasterAdamW(
             self.drafter, betas=config.betas, weight_decay=config.weight_decay, clip=config.clip, ema=config.ema
         )
-        if config.compile:
-            _compile(self.drafter)
         self._resume()
+
+    def _batches(self, shape: DFlash2Config) -> Batches:
+        processes = self.processes
+        return Batches(self.config, self.documents, shape.retention, processes.index, processes.count)
+
+    def _set_weights(self) -> None:
+        if self.config.init_from:
+            start_from(self.drafter, self.config.init_from)
+            return
+        # All processes measure on the same rows.
+        one = Batches(self.config, self.documents, self.drafter.config.retention, 0, 1).make(0)[0]
+        sample = [x[:SAMPLE_ROWS] for x in one.inputs(one.blocks.to(self.device))]
+        initialise(self.drafter, self.target, layers=self.config.init_layers, sample=(sample[0], sample[1], sample[2]))
 
     @property
     def parameters(self) -> int:
@@ -87,40 +143,32 @@ class Trainer:
         return max(by_steps, by_clock)
 
     def step(self) -> tuple[BlockLoss, Tensor, float]:
-        """One update. Returns losses, gradient norm (both on the device) and the learning rate."""
-        c = self.config
-        packed = self._rows(self.step_count)
-        anchors = sample_anchors(packed, c.anchors_per_step, np.random.default_rng((c.seed, 2, self.step_count)))
-        blocks = make_blocks(packed, anchors, c.anchors_per_step, c.tile, self.drafter.config.retention).to(c.device)
-        taps, states = self.target(*self._device_rows(packed))
-        loss = self.loss(blocks, taps, states)
-        loss.total.backward()
+        """One update. Returns this process's losses, the gradient norm (both on the device) and the learning rate."""
+        c, processes = self.config, self.processes
+        batches = self.batches[self.step_count]
+        moved = [batch.blocks.to(self.device) for batch in batches]
+        weights = [supervision(b, self.drafter.config.block_size, c.gamma).sum() for b in moved]
+        norm = processes.add_up(torch.stack(weights).sum())
+        losses = []
+        for i, (batch, blocks) in enumerate(zip(batches, moved, strict=True)):
+            with processes.accumulating(self.step_loss, more=i + 1 < len(batches)):
+                losses.append(self._part(batch, blocks, norm))
         lr = learning_rate(self.progress, peak=c.lr, warmup=c.warmup, floor=c.lr_floor)
-        norm = self.optimizer.step(lr)
+        grad_norm = self.optimizer.step(lr)
         self.step_count += 1
-        return loss, norm, lr
+        return BlockLoss(*(torch.stack(x).sum(0) for x in zip(*losses, strict=True))), grad_norm, lr
 
-    def loss(self, blocks: Blocks, taps: Tensor, states: Tensor) -> BlockLoss:
-        """Forward pass of the drafter and its losses on the blocks of one step."""
-        c = self.config
-        return block_loss(
-            self.drafter,
-            draft_states(self.drafter, blocks, taps),
-            self.target.head,
-            block_targets(blocks, states, self.drafter.config.block_size, c.gamma),
-            hard_weight=c.hard_weight,
-            selector_weight=c.selector_weight,
-            use_argmax=c.gold == "argmax",
-            chunk=c.head_chunk,
-        )
+    def _part(self, batch: Batch, blocks: Blocks, norm: Tensor) -> BlockLoss:
+        taps, states = self.target(*batch.inputs(blocks))
+        loss: BlockLoss = self.step_loss(blocks, taps, states, self.target.head, norm)
+        # Gradients are averaged over processes; what each has is its share of a sum.
+        (loss.total * self.processes.count).backward()
+        return loss._replace(total=loss.total.detach())
 
     def run(self) -> Replay | None:
         """Train until the schedule ends, logging, evaluating and saving on the way. Returns the last evaluation."""
         c = self.config
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "train.json").write_text(to_json(c, provenance(c.device)))
-        size = f"{len(self.documents)} documents, {self.documents.lens.sum()} tokens"
-        _say(f"{self.parameters / 1e6:.1f} M parameters, {size}, {len(self.validation)} held-out greedy documents")
+        self._begin()
         last = now = time.monotonic()
         logged = evaluated = saved = self.seconds
         first = self.step_count
@@ -128,10 +176,10 @@ class Trainer:
         unheard = True
         while self.progress < 1 and self.seconds < pause:
             loss, norm, lr = self.step()
-            if c.max_seconds and self.config.device != "cpu" and self.step_count % 8 == 0:
+            if c.max_seconds and self.device.type == "cuda" and self.step_count % 8 == 0:
                 torch.cuda.synchronize()  # else the clock runs ahead of the device by everything that is queued
             now = time.monotonic()
-            self.seconds += now - last
+            self.seconds = self.processes.agree(self.seconds + now - last)
             last = now
             if self.seconds - logged >= c.log_seconds or unheard:
                 unheard = False
@@ -144,12 +192,31 @@ class Trainer:
             if c.eval_seconds and self.seconds - evaluated >= c.eval_seconds:
                 self.evaluate()
                 evaluated = self.seconds
-            # Saving and evaluating count as part of the run: a lease ends by the clock.
-            self.seconds += time.monotonic() - last
+            # Saving and evaluating count as part of the run: borrowed machines end by the clock.
+            self.seconds = self.processes.agree(self.seconds + time.monotonic() - last)
             last = time.monotonic()
         self.save()
-        _say(f"step {self.step_count}: saved to {self.out}")
-        return self.evaluate() if self.progress >= 1 else None
+        self._say(f"step {self.step_count}: saved to {self.out}")
+        result = self.evaluate() if self.progress >= 1 else None
+        self.close()
+        return result
+
+    def _begin(self) -> None:
+        if not self.processes.is_first:
+            return
+        self.metrics = Metrics(self.out, self.step_count, self.config.tensorboard)
+        (self.out / "train.json").write_text(to_json(self.config, provenance(str(self.device))))
+        size = f"{len(self.documents)} documents, {self.documents.lens.sum()} tokens"
+        parts = f", {self.processes.count} processes" if self.processes.count > 1 else ""
+        self._say(
+            f"{self.parameters / 1e6:.1f} M parameters, {size}, {len(self.validation)} held-out greedy documents{parts}"
+        )
+
+    def close(self) -> None:
+        """Let go of the background thread and the files."""
+        self.batches.close()
+        if self.processes.is_first and hasattr(self, "metrics"):
+            self.metrics.close()
 
     def evaluate(self) -> Replay | None:
         """Replay the held-out greedy documents with the weights that would be saved."""
@@ -157,20 +224,21 @@ class Trainer:
             return None
         c = self.config
         self.optimizer.show(averaged=True)
-        result = replay(
-            self.drafter,
-            self.target,
-            self.validation,
-            row_tokens=c.row_tokens,
-            rows_per_step=c.rows_per_step,
-            blocks_per_step=c.anchors_per_step,
-            tile=c.tile,
-            chunk=c.head_chunk,
-        )
+        with self.processes.gathered(self.step_loss):
+            result = replay(
+                self.drafter,
+                self.target,
+                self.validation,
+                row_tokens=c.row_tokens,
+                rows_per_step=c.rows_per_step // c.accumulate,
+                blocks_per_step=c.anchors_per_row * c.rows_per_step // c.accumulate,
+                tile=c.tile,
+                chunk=c.head_chunk,
+            )
         self.optimizer.show(averaged=False)
         self._write({"step": self.step_count, "seconds": round(self.seconds, 1), "validation": asdict(result)})
         rows = " ".join(f"{r:.2f}" for r in result.by_row)
-        _say(
+        self._say(
             f"step {self.step_count}: acceptance length {result.rounds:.3f} in rounds, {result.anchors:.3f} at every "
             f"position, {result.unary:.3f} without selector; accepted by row {rows}"
         )
@@ -178,10 +246,13 @@ class Trainer:
 
     def save(self) -> None:
         """Write weights and resume state."""
-        publish(self.drafter, self.optimizer.weights(), self.out)
-        state = {"step": self.step_count, "seconds": self.seconds, "settings": self._fixed()}
-        state |= {"optimizer": self.optimizer.state_dict(), "mask_embedding": self.drafter.mask_embedding}
-        save_resume(self.out, state)
+        weights, optimizer = self.optimizer.weights(), self.optimizer.state_dict()
+        if self.processes.is_first:
+            publish(self.drafter, weights, self.out)
+            state = {"step": self.step_count, "seconds": self.seconds, "settings": self._fixed()}
+            state |= {"optimizer": optimizer, "mask_embedding": self.drafter.mask_embedding}
+            save_resume(self.out, state)
+        self.processes.wait()
 
     def _resume(self) -> None:
         state = load_resume(self.out, self._fixed())
@@ -189,22 +260,14 @@ class Trainer:
             self.step_count, self.seconds = state["step"], state["seconds"]
             self.optimizer.load_state_dict(state["optimizer"])
             row = state.get("mask_embedding")
-            self.drafter.mask_embedding = None if row is None else row.to(self.drafter.device)
-            _say(f"resumed at step {self.step_count}, after {self.seconds:.0f} s")
+            self.drafter.mask_embedding = None if row is None else row.to(self.device)
+            self._say(f"resumed at step {self.step_count}, after {self.seconds:.0f} s")
 
     def _fixed(self) -> dict[str, Any]:
         return {k: v for k, v in json.loads(json.dumps(asdict(self.config))).items() if k not in FREE}
 
-    def _rows(self, step: int) -> PackedRows:
-        """Data of a step, from its number alone: nothing about the data has to be stored to resume."""
-        return pack(self.documents, self.plan[step], self.config.row_tokens)
-
-    def _device_rows(self, packed: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        arrays = (packed.tokens, packed.positions, packed.document)
-        tokens, positions, document = (torch.from_numpy(x).to(self.config.device, non_blocking=True) for x in arrays)
-        return tokens, positions, document
-
     def _log(self, loss: BlockLoss, norm: Tensor, lr: float, rate: float) -> None:
+        loss = BlockLoss(*(self.processes.add_up(x) for x in loss))
         line: dict[str, Any] = {
             "step": self.step_count,
             "seconds": round(self.seconds, 1),
@@ -217,10 +280,10 @@ class Trainer:
             line[name] = [round(x, 4) for x in getattr(loss, name).tolist()]
         # As if rows were independent: a running estimate, the replay gives the true one.
         line["expected_length"] = 1 + float(np.cumprod(line["choice"]).sum())
-        if torch.device(self.config.device).type == "cuda":
+        if self.device.type == "cuda":
             line["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         self._write(line)
-        _say(
+        self._say(
             f"step {self.step_count} {100 * self.progress:.1f} % loss {line['loss']:.3f} base {line['base']:.3f} "
             f"selector {line['selector']:.3f} top-1 {line['top1'][0]:.3f}..{line['top1'][-1]:.3f} expected length "
             f"{line['expected_length']:.2f} {rate:.2f} steps/s lr {lr:.1e} norm {line['grad_norm']:.2f} "
@@ -228,51 +291,41 @@ class Trainer:
         )
 
     def _write(self, line: dict[str, Any]) -> None:
-        with (self.out / "metrics.jsonl").open("a") as f:
-            f.write(json.dumps(line) + "\n")
+        if self.processes.is_first:
+            self.metrics.write(line)
+
+    def _say(self, text: str) -> None:
+        if self.processes.is_first:
+            print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
-def _compile(drafter: DFlash2Drafter) -> None:
-    """Compile what is bound by memory traffic; attention and matrix products stay as they are."""
-    import torch._dynamo
-
-    # One graph per module and kind of call, where dynamo expects few per function.
-    torch._dynamo.config.cache_size_limit = 64
-    for module in drafter.modules():
-        if isinstance(module, RMSNorm | MLP):
-            module.compile()
-        elif isinstance(module, GroupedConv):
-            for name in ("before", "after"):
-                setattr(module, name, torch.compile(getattr(module, name)))
+def _check_split(config: TrainConfig, processes: int) -> None:
+    if config.rows_per_step % (processes * config.accumulate):
+        raise ConfigError(
+            f"rows_per_step={config.rows_per_step} cannot be split over {processes} processes in "
+            f"accumulate={config.accumulate} parts: make it a multiple of {processes * config.accumulate}."
+        )
 
 
-def _say(text: str) -> None:
-    print(time.strftime("%H:%M:%S"), text, flush=True)
+def _check_fit(shape: DFlash2Config, target: FrozenTarget, documents: Documents) -> None:
+    """What would otherwise show as a bad drafter, hours later."""
+    if problems := misfits(shape, target.model.config):
+        raise ConfigError("drafter does not fit the target: " + "; ".join(problems) + ". Change it under drafter.")
+    if len(documents.tokens) and (most := int(documents.tokens.max())) >= shape.vocab_size:
+        raise ConfigError(
+            f"shards hold token {most}, and the target's vocabulary ends at {shape.vocab_size - 1}: they were written "
+            "for another target."
+        )
+    masks = int((documents.tokens == shape.mask_token_id).sum())
+    if masks:
+        raise ConfigError(
+            f"shards hold the mask token {shape.mask_token_id} {masks} times: a drafter could not tell it from text. "
+            "Set drafter.mask_token_id to an id that does not occur."
+        )
 
 
 def train(config: TrainConfig) -> Replay | None:
     """Train to the end. Returns the last evaluation, if there were validation documents."""
-    # cuDNN's attention is planned anew for every shape, and here slabs have many lengths.
+    # cuDNN's attention is planned anew for every shape, and slabs have many lengths.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return Trainer(config).run()
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train with the settings of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dflash2.training.train",
-        description="Train a drafter on token shards.",
-        epilog="settings (default):\n" + help_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", help="JSON or YAML file of settings")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help="change a setting (drafter.FIELD=VALUE: one of the drafter's); repeatable",
-    )  # fmt: skip
-    args = parser.parse_args(argv)
-    train(load_config(args.config, args.set))
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_command("dflash2.training.train", main))

@@ -12,34 +12,46 @@ from test_blocks import config, drafter, packed_blocks, table
 
 import dflash2
 from dflash2.errors import CheckpointError, ConfigError
+from dflash2.ops.distill import LossWeights
 from dflash2.training.anchors import make_blocks
-from dflash2.training.config import TrainConfig, help_text, load_config
+from dflash2.training.config import TrainConfig, config_yaml, help_text, load_config
 from dflash2.training.data import Documents, Plan, assign, pack
-from dflash2.training.decode import LlamaDecoder
-from dflash2.training.loss import block_loss, block_targets, draft_states
+from dflash2.training.loss import LossOptions, block_loss, block_targets, draft_states
 from dflash2.training.replay import greedy_drafts, replay
-from dflash2.training.synth import Request, answer, write_shard
 from dflash2.training.target import FrozenTarget
-from dflash2.training.train import Trainer, main
+from dflash2.training.train import Trainer
 
-DRAFTER = {"mask_token_id": 60, "num_hidden_layers": 2, "sliding_window": 24, "conv_group_size": 8, "selector_rank": 4}
+MASK = 60
+DRAFTER = {
+    "mask_token_id": MASK,
+    "num_hidden_layers": 2,
+    "sliding_window": 24,
+    "conv_group_size": 8,
+    "selector_rank": 4,
+}
 DRAFTER |= {"selector_top_k": 4, "block_size": 4, "target_layer_ids": [1, 2, 4]}
 
 
 @pytest.fixture(scope="module")
 def shard(toy_llama, tmp_path_factory):
-    rng = np.random.default_rng(0)
-    asked = [Request(rng.integers(3, 60, rng.integers(4, 9)).tolist(), 0.0) for _ in range(24)]
-    decoder = LlamaDecoder(toy_llama, rows=24, max_tokens=48, max_new_tokens=36, eos=(2,), graphs=False)
+    """Greedy answers of the toy target, 24 documents."""
+    rng, documents, plens = np.random.default_rng(0), [], []
+    while len(documents) < 24:
+        prompt = torch.from_numpy(rng.integers(3, 60, (1, rng.integers(4, 9))))
+        out = toy_llama.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=36, do_sample=False)
+        if MASK not in out:
+            documents.append(out[0].numpy())
+            plens.append(prompt.shape[1])
     path = tmp_path_factory.mktemp("shards") / "a.npz"
-    write_shard(path, list(answer(decoder, asked)), {})
+    lens = [len(d) for d in documents]
+    np.savez(path, tokens=np.concatenate(documents), lens=lens, plens=plens, temps=np.zeros(24))
     return path
 
 
 def settings(shard, out, **kw) -> TrainConfig:
     base = {
         "target": "toy", "shards": [str(shard)], "out": str(out), "drafter": dict(DRAFTER), "device": "cpu",
-        "dtype": "float32", "row_tokens": 96, "rows_per_step": 2, "anchors_per_step": 64, "tile": 8, "max_steps": 6,
+        "dtype": "float32", "row_tokens": 96, "rows_per_step": 2, "anchors_per_row": 32, "tile": 8, "max_steps": 6,
         "log_seconds": 0, "eval_seconds": 0, "save_seconds": 0, "val_permille": 0,
     }  # fmt: skip
     return TrainConfig(**(base | kw))
@@ -107,14 +119,14 @@ def test_perfect_copy_is_learnt_exactly():
     net = dflash2.DFlash2Drafter(c, dtype=torch.float32).bind_target(target.embedding, target.head)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)
     plan = Plan(docs, 128, 4, 0)
-    how = {"hard_weight": 1.0, "selector_weight": 0.1, "use_argmax": False, "chunk": 2048}
+    how = LossOptions(LossWeights(1.0, 0.0), selector_weight=0.1, gold="token", chunk=2048)
     for step in range(250):
         rows = pack(docs, plan[step], 128)
         blocks = make_blocks(rows, rows.eligible()[:320], 320, 8, c.retention)
         taps, states = target(*map(torch.from_numpy, (rows.tokens, rows.positions, rows.document)))
         z = draft_states(net, blocks, taps)
         targets = block_targets(blocks, states, c.block_size, 4.0)
-        loss = block_loss(net, z, target.head, targets, **how)
+        loss = block_loss(net, z, target.head, targets, how)
         optimizer.zero_grad()
         loss.total.backward()
         optimizer.step()
@@ -126,7 +138,7 @@ def test_one_document_is_overfitted_and_generation_agrees(toy_llama, shard, tmp_
     """B204, B205: what replay promises is what generating delivers."""
     t = trainer(toy_llama, shard, tmp_path, rows_per_step=1, row_tokens=48, max_steps=250, lr=5e-3, log_seconds=1e9)
     t.documents = t.documents.select(np.argmax(t.documents.lens)[None])
-    t.plan, t.validation = Plan(t.documents, 48, 1, 0), t.documents
+    t.batches, t.validation = t._batches(t.drafter.config), t.documents
     result = t.run()
     assert result.rounds > 3.5
     saved = dflash2.DFlash2Drafter.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
@@ -176,7 +188,7 @@ def test_a_paused_run_goes_on_and_weights_can_be_started_from(toy_llama, shard, 
         ("rope_parameters", {"rope_theta": 5e4}),
         ("sliding_window", 23),
         ("is_causal", True),
-        ("mask_token_id", 59),
+        ("mask_token_id", 1),
         ("output_multiplier", 2.0),
     ],
 )
@@ -267,17 +279,18 @@ def test_settings_are_checked(tmp_path):
     with pytest.raises(ConfigError, match="would never end"):
         load_config(file, ["max_steps=0"])
     with pytest.raises(ConfigError, match="multiple of tile"):
-        load_config(file, ["anchors_per_step=9"])
+        load_config(file, ["anchors_per_row=9"])
 
 
-def test_help_names_every_setting(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = capsys.readouterr().out
+def test_help_and_the_settings_file_name_every_setting(tmp_path):
+    shown, file = help_text(), tmp_path / "run.yaml"
+    file.write_text(config_yaml())
     for f in dataclasses.fields(TrainConfig):
         assert re.search(rf"^{f.name} \(.*\): \w", shown, re.MULTILINE), f.name
-    assert help_text() in shown
+        assert re.search(rf"^# \w.*\n(# .*\n)*{f.name}: ", file.read_text(), re.MULTILINE), f.name
     assert "lr_floor (0.1): learning rate at the end, as a share of the peak." in shown
+    given = {"target": "smollm2-135m", "shards": ["tokens/*.npz"], "out": "run", "drafter": {"mask_token_id": 16}}
+    assert load_config(file, ["max_steps=5"]) == TrainConfig(**given, max_steps=5)
 
 
 def test_a_runs_own_settings_can_be_read_back(toy_llama, shard, tmp_path):
