@@ -15,6 +15,7 @@ from dflash2.checkpoint_files import DEFAULT_DRAFTER
 from dflash2.command import FAILED, run_command
 from dflash2.evaluation import command as evaluation
 from dflash2.targets import EMBEDDED_TARGET
+from dflash2.training import command as training
 
 __all__ = ["main"]
 
@@ -26,6 +27,7 @@ EXAMPLES = """examples:
   dflash2 generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --file prompt.txt
   dflash2 inspect path/to/drafter --target path/to/target
   dflash2 head-report --target path/to/target --text my.txt    what an int8 head would change
+  dflash2 synth --prompts ultrachat --out shards     documents to train on: the target answers prompts
   dflash2 trace --prompts gsm8k humaneval --out trace     what the target does, recorded once
   dflash2 eval --trace trace --drafter path/to/drafter --out report      acceptance, by replay
   dflash2 tune && dflash2 bench                      launch settings of this GPU, then its speed
@@ -124,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 
     bench.add_commands(commands)
     evaluation.add_commands(commands)
+    training.add_commands(commands)
     return parser
 
 

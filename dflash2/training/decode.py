@@ -1,216 +1,229 @@
-"""Batched decoding of Llama-like targets: a static cache, a CUDA graph per extent of it, rows refilled as they end."""
+"""Batched decoding of Llama and its kin: a static cache, a CUDA graph per batch size, rows refilled as they end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dflash2.errors import ConfigError
+from dflash2.ops.decode_attention import decode_attention
+from dflash2.ops.gumbel_sample import gumbel_sample
+from dflash2.ops.residual_norm import rms_norm
+from dflash2.rope import apply_rope
+from dflash2.training.llama import LlamaNetwork
+from dflash2.training.requests import Answer, Request
 
-__all__ = ["LlamaDecoder"]
+__all__ = ["LlamaDecoder", "rows_that_fit"]
 
-#: Decoding reads the whole extent of the cache, so graphs are captured for several and the shortest that fits is used.
-EXTENT = 256
-
-
-@dataclass(frozen=True)
-class _Layer:
-    norm: Tensor
-    qkv: Tensor
-    out: Tensor
-    post: Tensor
-    gate_up: Tensor
-    down: Tensor
+#: Decode steps between two looks at which rows have ended: each look waits for the device.
+STRIDE = 16
+#: A prefill interrupts everybody, so it waits until this share of the rows is free.
+REFILL = 1 / 16
+#: Padded prompt tokens of one prefill: enough to fill the device, few enough for their activations.
+PREFILL_TOKENS = 2**15
+#: cuDNN's attention is planned anew for every shape, and here shapes change all the time.
+PREFILL_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+#: More rows than this gain little: weights and launches are paid for by then, and the cache is read in any case.
+MOST_ROWS = 2048
+#: Smallest batch with a graph of its own.
+LEAST_BATCH = 32
 
 
 class LlamaDecoder:
-    """Rows of a batch that decode independently. All state is in fixed tensors, so a step can be a CUDA graph.
+    """Sequences that decode independently, each in a slot. State is in fixed tensors, so a step can be a CUDA graph.
 
     Attributes:
-        tokens: int64 ``[R]``, the newest token of each row, not yet in the cache.
-        lengths: int64 ``[R]``, cached tokens.
-        written: int64 ``[R]``, answer tokens so far.
-        answers: int64 ``[R, max_new_tokens]``.
-        temperatures: fp32 ``[R]``; 0 is greedy.
-        done: bool ``[R]``; such rows are computed and change nothing.
+        tokens: int64 ``[R + 1]``, the newest token of each slot, not yet in the cache.
+        lengths: int64 ``[R + 1]``, cached tokens.
+        written: int64 ``[R + 1]``, answer tokens so far.
+        answers: int64 ``[R + 1, max_new_tokens]``.
+        done: bool ``[R + 1]``; such slots may be computed and change nothing. The last slot always is: batches that are
+            smaller than their graph are filled up with it.
 
     Args:
-        model: a Transformers causal LM whose decoder is Llama's: RMSNorm, whole rotary heads, SwiGLU, no biases.
+        model: a Transformers causal LM that `LlamaNetwork` can read.
         rows: R.
         max_tokens: prompt and answer together.
         max_new_tokens: longest answer.
         eos: ids that end an answer.
-        graphs: use CUDA graphs; the model must be on a GPU.
+        graphs: use CUDA graphs; the model must be on a GPU with Triton.
     """
 
     def __init__(
         self, model: Any, *, rows: int, max_tokens: int, max_new_tokens: int, eos: tuple[int, ...], graphs: bool
     ):
-        c = model.config
-        _check(model)
-        self.head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        self.heads, self.kv_heads, self.eps = c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
-        decoder = model.get_decoder()
-        self.embedding, self.head = decoder.embed_tokens.weight, model.get_output_embeddings().weight
-        self.norm, self.layers = decoder.norm.weight, [_fuse(layer) for layer in decoder.layers]
-        device, dtype = self.embedding.device, self.embedding.dtype
-        self.frequencies = decoder.rotary_emb.inv_freq.to(device, torch.float32)
+        self.network = net = LlamaNetwork(model)
+        self.rows, self.budget = rows, max_new_tokens
+        device, dtype = net.embedding.device, net.embedding.dtype
         self.max_tokens = -(-max_tokens // 8) * 8
-        shape = (len(self.layers), rows, self.kv_heads, self.max_tokens, self.head_dim)
+        shape = (len(net.layers), rows + 1, net.kv_heads, self.max_tokens, net.head_dim)
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        self.tokens, self.lengths, self.written = (
-            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
+        self.tokens, self.lengths, self.written, self.seeds = (
+            torch.zeros(rows + 1, dtype=torch.int64, device=device) for _ in range(4)
         )
-        self.answers = torch.zeros(rows, max_new_tokens, dtype=torch.int64, device=device)
-        self.temperatures = torch.zeros(rows, device=device)
-        self.done = torch.ones(rows, dtype=torch.bool, device=device)
+        self.answers = torch.zeros(rows + 1, max_new_tokens, dtype=torch.int64, device=device)
+        self.temperatures = torch.zeros(rows + 1, device=device)
+        self.done = torch.ones(rows + 1, dtype=torch.bool, device=device)
         self.eos = torch.tensor(eos, dtype=torch.int64, device=device)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
-        self.rows = torch.arange(rows, device=device)
+        self._batch = torch.full((rows,), rows, dtype=torch.int64, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None  # one memory for all: they run in turn
 
-    @torch.no_grad()
-    def start(self, slots: Tensor, prompts: list[list[int]], temperatures: Tensor) -> None:
-        """Put new requests into rows that are done, and give each its first token.
+    def answer(self, todo: Sequence[Request], *, deadline: float = float("inf")) -> Iterator[Answer]:
+        """Answers in the order in which they finish.
+
+        Short prompts come first: those that are prefilled together have similar lengths, so that little is padded.
 
         Args:
-            slots: int64 ``[n]``, rows.
-            prompts: token ids, one list per slot.
-            temperatures: fp32 ``[n]``.
+            todo: the requests.
+            deadline: on `time.monotonic`; then what is in flight is dropped.
+
+        Raises:
+            ConfigError: a prompt leaves no room for an answer.
         """
-        device, longest = self.tokens.device, max(map(len, prompts))
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        slots, temperatures = slots.to(device), temperatures.to(device)
-        # Padded on the right: under a causal mask no real token sees padding, and decoding overwrites it.
-        h = self._prefill(ids.to(device), slots)
-        last = h[torch.arange(len(prompts), device=device), lengths - 1]
-        first = self._sample(last, temperatures)
-        self.tokens[slots], self.lengths[slots], self.written[slots] = first, lengths, 1
-        self.answers[slots, 0], self.temperatures[slots] = first, temperatures
-        self.done[slots] = torch.isin(first, self.eos) | (self.answers.shape[1] == 1)
+        queue = sorted(todo, key=lambda r: len(r.prompt), reverse=True)
+        if queue and len(queue[0].prompt) + self.budget > self.max_tokens:
+            raise ConfigError(
+                f"a prompt of {len(queue[0].prompt)} tokens and an answer of up to {self.budget} do not fit into "
+                f"max_tokens={self.max_tokens}. Raise it, or leave the prompt out."
+            )
+        free, running = list(range(self.rows)), dict[int, Request]()
+        while (queue or running) and time.monotonic() < deadline:
+            if queue and (len(free) >= self.rows * REFILL or not running):
+                slots = [free.pop() for _ in range(min(len(free), len(queue)))]
+                taken = [queue.pop() for _ in slots]
+                running.update(zip(slots, taken, strict=True))
+                self.start(slots, taken)
+            self.steps(STRIDE, list(running))
+            done = self.done.tolist()
+            ended = [slot for slot in running if done[slot]]
+            yield from self._take(ended, running)
+            free += ended
+
+    def _take(self, ended: list[int], running: dict[int, Request]) -> Iterator[Answer]:
+        index = torch.tensor(ended, dtype=torch.int64, device=self.done.device)
+        counts, texts = self.written[index].tolist(), self.answers[index].tolist()
+        for slot, text, count in zip(ended, texts, counts, strict=True):
+            yield Answer(running.pop(slot), text[:count])
 
     @torch.no_grad()
-    def steps(self, count: int, longest: int) -> None:
-        """Decode ``count`` tokens in every row that is not done; ``longest`` bounds their cached tokens at the end."""
-        extent = min(-(-longest // EXTENT) * EXTENT, self.max_tokens)
-        if self.graphs is None:
-            for _ in range(count):
-                self._step(extent)
-            return
-        if extent not in self.graphs:
-            self.graphs[extent] = self._capture(extent)
-        for _ in range(count):
-            self.graphs[extent].replay()
+    def start(self, slots: Sequence[int], taken: Sequence[Request]) -> None:
+        """Put requests into slots that are done, prefill them, and give each its first token."""
+        first = 0
+        while first < len(slots):
+            last, longest = first, 0
+            while last < len(slots):
+                longest = max(longest, len(taken[last].prompt))
+                if last > first and (last + 1 - first) * longest > PREFILL_TOKENS:
+                    break
+                last += 1
+            self._prefill(slots[first:last], taken[first:last])
+            first = last
 
-    def _capture(self, extent: int) -> torch.cuda.CUDAGraph:
-        # Warm-up runs for real: with every row done it changes nothing.
-        done = self.done.clone()
-        self.done.fill_(True)
+    @torch.no_grad()
+    def steps(self, count: int, slots: Sequence[int]) -> None:
+        """Decode ``count`` tokens in each of these slots that is not done."""
+        batch = len(slots)
+        if self._graphs is not None:
+            batch = self.rows
+            while batch // 2 >= max(len(slots), LEAST_BATCH):
+                batch //= 2
+        filled = [*slots, *[self.rows] * (batch - len(slots))]
+        self._batch[:batch] = torch.tensor(filled, device=self._batch.device)
+        for _ in range(count):
+            self._run(batch)
+
+    def _run(self, batch: int) -> None:
+        if self._graphs is None:
+            self._step(self._batch[:batch])
+            return
+        if batch not in self._graphs:
+            self._graphs[batch] = self._capture(self._batch[:batch])
+        self._graphs[batch].replay()
+
+    def _capture(self, batch: Tensor) -> torch.cuda.CUDAGraph:
+        slots = batch.clone()
+        batch.fill_(self.rows)  # warm-up runs for real: in the last slot it changes nothing
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._step(extent)
+                self._step(batch)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step(extent)
-        self.done.copy_(done)
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._step(batch)
+        batch.copy_(slots)
         return graph
 
-    def _prefill(self, ids: Tensor, slots: Tensor) -> Tensor:
-        length = ids.shape[1]
-        cos, sin = self._rope(torch.arange(length, device=ids.device))
-        h = self.embedding[ids]
-        for i, layer in enumerate(self.layers):
-            q, k, v = self._qkv(layer, h, cos.unsqueeze(1), sin.unsqueeze(1))
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            self.keys[i, slots, :, :length], self.values[i, slots, :, :length] = k, v
-            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            h = self._rest(layer, h, a.transpose(1, 2).flatten(2))
-        return h
+    def _prefill(self, slots: Sequence[int], taken: Sequence[Request]) -> None:
+        net, device = self.network, self.tokens.device
+        rows, longest = len(slots), max(len(r.prompt) for r in taken)
+        # Padded on the right: under a causal mask no real token sees padding, and decoding overwrites it.
+        ids = torch.tensor([r.prompt + [0] * (longest - len(r.prompt)) for r in taken], device=device)
+        where, lengths = torch.tensor(slots, device=device), torch.tensor([len(r.prompt) for r in taken], device=device)
+        cos, sin = net.rope(torch.arange(longest, device=device))
 
-    def _step(self, extent: int) -> None:
-        at = self.lengths.clamp(max=self.max_tokens - 1)
-        cos, sin = self._rope(at)
-        seen = torch.arange(extent, device=at.device) <= at.unsqueeze(-1)
-        mask = torch.zeros(seen.shape, dtype=self.embedding.dtype, device=at.device).masked_fill(~seen, float("-inf"))
-        mask = mask[:, None, None].expand(-1, self.kv_heads, self.heads // self.kv_heads, -1)
-        place = (self.rows.unsqueeze(-1), torch.arange(self.kv_heads, device=at.device), at.unsqueeze(-1))
-        h = self.embedding[self.tokens]
-        for i, layer in enumerate(self.layers):
-            q, k, v = self._qkv(layer, h, cos.unsqueeze(-2), sin.unsqueeze(-2))
-            self.keys[i].index_put_(place, k)
-            self.values[i].index_put_(place, v)
-            grouped = q.unflatten(1, (self.kv_heads, -1))
-            keys, values = self.keys[i, :, :, :extent], self.values[i, :, :, :extent]
-            a = F.scaled_dot_product_attention(grouped, keys, values, mask)
-            h = self._rest(layer, h, a.flatten(1))
-        self._advance(self._sample(h, self.temperatures))
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            heads = qkv.view(rows, longest, -1, net.head_dim)
+            q, k, v = heads.split((net.heads, net.kv_heads, net.kv_heads), dim=2)
+            if (norm := net.layers[i].head_norm) is not None:
+                q, k = rms_norm(q, norm.q, norm.eps), rms_norm(k, norm.k, norm.eps)
+            q, k, v = (x.transpose(1, 2) for x in (apply_rope(q, cos, sin), apply_rope(k, cos, sin), v))
+            self.keys[i, where, :, :longest], self.values[i, where, :, :longest] = k, v
+            with sdpa_kernel(PREFILL_ATTENTION):
+                found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return found.transpose(1, 2).reshape(rows * longest, -1)
 
-    def _advance(self, token: Tensor) -> None:
-        live = ~self.done
-        self.tokens.copy_(torch.where(live, token, self.tokens))
-        place = self.written.clamp(max=self.answers.shape[1] - 1).unsqueeze(-1)
-        kept = torch.where(live.unsqueeze(-1), token.unsqueeze(-1), self.answers.gather(1, place))
-        self.answers.scatter_(1, place, kept)
-        self.lengths.add_(live)
-        self.written.add_(live)
-        ended = (token.unsqueeze(-1) == self.eos).any(-1) | (self.written >= self.answers.shape[1])
-        self.done.logical_or_(ended)
+        x = net.states(ids.flatten(), attend)[torch.arange(rows, device=device) * longest + lengths - 1]
+        self.lengths[where], self.written[where], self.done[where] = lengths - 1, 0, False
+        self.seeds[where] = torch.tensor([r.seed for r in taken], device=device)
+        self.temperatures[where] = torch.tensor([r.temperature for r in taken], dtype=torch.float32, device=device)
+        self._advance(where, x)
 
-    def _sample(self, h: Tensor, temperatures: Tensor) -> Tensor:
-        logits = (_rms(h, self.norm, self.eps) @ self.head.T).float()
-        # Gumbel-max: argmax of logits / T plus noise is a draw from softmax(logits / T), and at T = 0 the argmax.
-        noise = -torch.empty_like(logits).exponential_().log_()
-        return (logits + noise * temperatures.unsqueeze(-1)).argmax(-1)
+    def _step(self, slots: Tensor) -> None:
+        net = self.network
+        at = self.lengths[slots].masked_fill(self.done[slots], 0)
+        cos, sin = net.rope(at)
 
-    def _qkv(self, layer: _Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = F.linear(_rms(h, layer.norm, self.eps), layer.qkv).unflatten(-1, (-1, self.head_dim))
-        q, k, v = x.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            norm = net.layers[i].head_norm
+            return decode_attention(qkv, self.keys[i], self.values[i], slots, at, cos, sin, norm=norm)
 
-    def _rest(self, layer: _Layer, h: Tensor, attended: Tensor) -> Tensor:
-        h = h + F.linear(attended, layer.out)
-        gate, up = F.linear(_rms(h, layer.post, self.eps), layer.gate_up).chunk(2, dim=-1)
-        return h + F.linear(F.silu(gate) * up, layer.down)
+        self._advance(slots, net.states(self.tokens[slots], attend))
 
-    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions.float().unsqueeze(-1) * self.frequencies
-        both = torch.cat((angles, angles), dim=-1)
-        return both.cos().to(self.embedding.dtype), both.sin().to(self.embedding.dtype)
+    def _advance(self, slots: Tensor, x: Tensor) -> None:
+        """Draw each slot's next token from its state, and keep it."""
+        done, written = self.done[slots], self.written[slots]
+        logits = F.linear(x, self.network.head)
+        drawn = gumbel_sample(logits, self.temperatures[slots], self.seeds[slots], written)
+        token = torch.where(done, self.tokens[slots], drawn)
+        place = written.clamp(max=self.budget - 1)
+        self.answers[slots, place] = torch.where(done, self.answers[slots, place], token)
+        self.tokens[slots] = token
+        self.lengths[slots] += ~done
+        self.written[slots] = written + ~done
+        ended = (token.unsqueeze(-1) == self.eos).any(-1) | (written + 1 >= self.budget)
+        self.done[slots] = done | ended
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y = x.float()
-    return weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+def rows_that_fit(model: Any, max_tokens: int) -> int:
+    """How many rows a `LlamaDecoder` of this model should have: on a GPU what 3/4 of the free memory hold.
 
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def _fuse(layer: Any) -> _Layer:
-    a, m = layer.self_attn, layer.mlp
-    qkv = torch.cat((a.q_proj.weight, a.k_proj.weight, a.v_proj.weight))
-    gate_up = torch.cat((m.gate_proj.weight, m.up_proj.weight))
-    norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
-    return _Layer(norms[0], qkv, a.o_proj.weight, norms[1], gate_up, m.down_proj.weight)
-
-
-def _check(model: Any) -> None:
+    Args:
+        model: a causal LM.
+        max_tokens: prompt and answer together.
+    """
+    if model.device.type != "cuda":
+        return LEAST_BATCH
     c = model.config
-    rope = getattr(c, "rope_parameters", None) or {}
-    biased = [n for n, p in model.named_parameters() if n.endswith(".bias")]
-    if c.model_type != "llama" or biased or rope.get("rope_type", "default") != "default" or c.hidden_act != "silu":
-        raise ConfigError(
-            f"synth: model_type={c.model_type!r} (rope {rope.get('rope_type')!r}, {len(biased)} biases) is not a plain "
-            "Llama, which is what the fast decoder implements. Write shards with Transformers' generate instead."
-        )
+    width = 2 * c.num_hidden_layers * c.num_key_value_heads * model.get_decoder().layers[0].self_attn.head_dim
+    bytes_per_row = (width * max_tokens + 3 * c.vocab_size) * model.dtype.itemsize
+    fit = int(0.75 * torch.cuda.mem_get_info(model.device)[0] / bytes_per_row)
+    return max(1, min(MOST_ROWS, fit // LEAST_BATCH * LEAST_BATCH))

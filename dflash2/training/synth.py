@@ -1,105 +1,79 @@
-"""The target writes training documents: ``python -m dflash2.training.synth --target T --prompts P --out FOLDER``."""
+"""The target writes training documents: token shards, each with where it comes from, in runs that can be resumed."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from dflash2.command import run_command
-from dflash2.loading import load_target
-from dflash2.prompts import prompt_ids, read_prompts
+from dflash2.errors import ConfigError
+from dflash2.loading import load_target, pick_device
+from dflash2.prompts import load_prompts, read_prompts
 from dflash2.provenance import provenance
-from dflash2.training.decode import LlamaDecoder
+from dflash2.training.decode import LlamaDecoder, rows_that_fit
+from dflash2.training.general_decode import GeneralDecoder
+from dflash2.training.llama import why_not
+from dflash2.training.requests import Answer, Decoder, Request, make_requests
+from dflash2.training.self_prompts import PROMPT_TOKENS, open_turn, stop_ids, write_prompts
+from dflash2.training.synth_options import SELF, SynthOptions
 
-__all__ = ["Request", "Answer", "answer", "main", "requests", "write_shard"]
+__all__ = ["Answer", "Request", "SynthOptions", "answer", "synth", "write_shard"]
 
-#: Decode steps between two looks at which rows have ended: each look waits for the device.
-STRIDE = 16
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt to answer: token ids and a temperature."""
-
-    prompt: list[int]
-    temperature: float
+#: Rows of the general decoder, which keeps none of them waiting and none of them compact.
+GENERAL_ROWS = 64
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A finished request; ``tokens`` ends with the end-of-turn id unless the budget cut it."""
+def synth(options: SynthOptions) -> list[Path]:
+    """Answer prompts, shard by shard. Finished shards of the same run are kept; one that was interrupted is redone.
 
-    request: Request
-    tokens: list[int]
+    Returns:
+        The shards that are there now, complete or cut by ``max_seconds``.
 
-
-def requests(
-    tokenizer: Any, prompts: Sequence[dict[str, Any]], *, temperatures: dict[float, float], max_prompt: int, seed: int
-) -> list[Request]:
-    """Each prompt once, at a temperature drawn with the given shares. Prompts that are too long are left out.
-
-    Args:
-        tokenizer: the target's.
-        prompts: from `read_prompts`.
-        temperatures: share of each.
-        max_prompt: tokens.
-        seed: of the order and the temperatures.
+    Raises:
+        ConfigError: the prompts are none, or the folder holds shards of another run.
+        CheckpointError: the target cannot be loaded.
     """
-    rng = np.random.default_rng(seed)
-    values, shares = list(temperatures), np.array(list(temperatures.values()), float)
-    drawn = rng.choice(len(values), len(prompts), p=shares / shares.sum())
-    order = rng.permutation(len(prompts))
-    made = (
-        Request(prompt_ids(tokenizer, prompts[i]["turns"][0], prompts[i].get("system")), values[drawn[i]])
-        for i in order
-    )
-    return [r for r in made if len(r.prompt) <= max_prompt]
+    o, started = options, time.monotonic()
+    deadline = started + o.max_seconds if o.max_seconds else float("inf")
+    device, dtype = pick_device(o.device, o.dtype)
+    model, tokenizer = load_target(o.target, device, dtype)
+    stops = stop_ids(model, tokenizer)
+    o.out.mkdir(parents=True, exist_ok=True)
+    prompts = _prompts(o, model, tokenizer, stops, deadline)
+    todo = make_requests(tokenizer, prompts, temperatures=o.temperatures, max_prompt=o.max_prompt, seed=o.seed)
+    run = _settings(o, prompts)
+    parts = [todo[i : i + o.shard] for i in range(0, len(todo), o.shard)]
+    paths = [o.out / f"{o.name}{number:04d}.npz" for number in range(len(parts))]
+    waiting = [i for i, path in enumerate(paths) if not _finished(path, run)]
+    print(f"{len(todo)} requests from {len(prompts)} prompts; {len(waiting)} of {len(parts)} shards to do", flush=True)
+    if waiting:
+        decoder = _decoder(o, model, max(len(r.prompt) for r in todo), o.max_new_tokens, stops)
+        with tqdm(total=sum(len(parts[i]) for i in waiting), unit="doc", disable=None if o.progress else True) as bar:
+            for i in waiting:
+                if time.monotonic() < deadline:
+                    _shard(decoder, parts[i], paths[i], {**run, "shard": i}, deadline, bar, device)
+    return [path for path in paths if path.exists()]
 
 
-def answer(decoder: LlamaDecoder, todo: Sequence[Request], *, deadline: float = float("inf")) -> Iterator[Answer]:
-    """Answer requests, refilling rows as they end. Answers come in the order in which they finish.
+def answer(decoder: Decoder, todo: Sequence[Request], *, deadline: float = float("inf")) -> Iterator[Answer]:
+    """Answers of a decoder as they finish; at ``deadline`` (`time.monotonic`) the rest is dropped."""
+    return decoder.answer(todo, deadline=deadline)
 
-    Short prompts come first, so that the rows in flight have similar lengths and the cache that is read stays short.
 
-    Args:
-        decoder: its rows are all used.
-        todo: the requests.
-        deadline: on `time.monotonic`; then what is in flight is dropped.
+def write_shard(path: Path, answers: Sequence[Answer], origin: Mapping[str, Any]) -> None:
+    """An ``.npz`` token shard (`dflash2.training.data`) and where it comes from beside it.
+
+    Both appear whole or not at all, the shard last.
     """
-    queue = sorted(todo, key=lambda r: len(r.prompt), reverse=True)
-    rows, budget = decoder.done.shape[0], decoder.answers.shape[1]
-    running: dict[int, Request] = {}
-    while (queue or running) and time.monotonic() < deadline:
-        free = [i for i in range(rows) if i not in running]
-        # A prefill interrupts everybody, so it waits until it pays.
-        if queue and (len(free) >= max(rows // 8, 1) or not running):
-            taken = [queue.pop() for _ in range(min(len(free), len(queue)))]
-            slots = free[: len(taken)]
-            running.update(zip(slots, taken, strict=True))
-            heat = torch.tensor([r.temperature for r in taken], dtype=torch.float32)
-            decoder.start(torch.tensor(slots), [r.prompt for r in taken], heat)
-        longest = max(len(r.prompt) for r in running.values()) + budget
-        decoder.steps(STRIDE, min(longest, int(decoder.lengths.max()) + STRIDE + 1))
-        ended = [i for i, d in enumerate(decoder.done.tolist()) if d and i in running]
-        if ended:
-            index = torch.tensor(ended, device=decoder.done.device)
-            texts, counts = decoder.answers[index].tolist(), decoder.written[index].tolist()
-            for slot, text, count in zip(ended, texts, counts, strict=True):
-                yield Answer(running.pop(slot), text[:count])
-
-
-def write_shard(path: Path, answers: Sequence[Answer], origin: dict[str, Any]) -> None:
-    """An ``.npz`` token shard (`dflash2.training.data`) and where it comes from beside it; both appear whole."""
     whole = [a.request.prompt + a.tokens for a in answers]
     tokens = np.concatenate([np.array(w) for w in whole])
     arrays: dict[str, Any] = {
@@ -108,120 +82,105 @@ def write_shard(path: Path, answers: Sequence[Answer], origin: dict[str, Any]) -
         "plens": np.array([len(a.request.prompt) for a in answers], np.int32),
         "temps": np.array([a.request.temperature for a in answers], np.float16),
     }
-    temporary = path.with_suffix(".part.npz")
-    np.savez_compressed(temporary, **arrays)
-    path.with_suffix(".json").write_text(json.dumps(origin, indent=2) + "\n")
-    os.replace(temporary, path)
+    data, text = path.with_suffix(".part.npz"), path.with_suffix(".part.json")
+    try:
+        np.savez_compressed(data, **arrays)
+        text.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+        os.replace(text, path.with_suffix(".json"))
+        os.replace(data, path)
+    finally:  # a disk that is full
+        data.unlink(missing_ok=True)
+        text.unlink(missing_ok=True)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Answer the prompts that the command line names, shard by shard."""
-    args = _arguments(argv)
-    # cuDNN's attention is planned anew for every shape, and here shapes change all the time.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
-    model, tokenizer = load_target(args.target, torch.device(args.device), dtype)
-    todo = requests(
-        tokenizer,
-        read_prompts(args.prompts),
-        temperatures=args.temperatures,
-        max_prompt=args.max_prompt,
-        seed=args.seed,
-    )
-    eos = model.generation_config.eos_token_id
-    decoder = LlamaDecoder(
+def _prompts(
+    o: SynthOptions, model: Any, tokenizer: Any, stops: tuple[int, ...], deadline: float
+) -> list[dict[str, Any]]:
+    if o.prompts != (SELF,):
+        return [prompt for source in o.prompts for prompt in load_prompts(source, o.count)]
+    path = o.out / f"{o.name}-prompts.jsonl"
+    run = {"target": o.target, "count": o.count, "seed": o.seed}
+    if not _finished(path, run):
+        decoder = _decoder(o, model, len(open_turn(tokenizer)), PROMPT_TOKENS, stops)
+        write_prompts(decoder, tokenizer, path, o.count, o.seed, run, deadline)
+    return read_prompts([path])
+
+
+def _decoder(o: SynthOptions, model: Any, longest: int, budget: int, stops: tuple[int, ...]) -> Decoder:
+    """The fast one where it can read the model, else Transformers' own generation."""
+    if reason := why_not(model):
+        print(
+            f"{o.target}: {reason}, which the fast decoder does not read. Transformers' generate is used, which is "
+            "several times slower.",
+            file=sys.stderr,
+        )
+        return GeneralDecoder(model, rows=o.rows or GENERAL_ROWS, max_new_tokens=budget, eos=stops)
+    most = longest + budget
+    return LlamaDecoder(
         model,
-        rows=args.rows or (1536 if args.device.startswith("cuda") else 32),
-        max_tokens=args.max_prompt + args.max_new_tokens,
-        max_new_tokens=args.max_new_tokens,
-        eos=tuple(eos) if isinstance(eos, list) else (eos,),
-        graphs=args.device.startswith("cuda") and not args.no_graphs,
+        rows=o.rows or rows_that_fit(model, most),
+        max_tokens=most,
+        max_new_tokens=budget,
+        eos=stops,
+        graphs=model.device.type == "cuda" and o.graphs,
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    deadline = started + args.max_seconds if args.max_seconds else float("inf")
-    shards = [todo[i : i + args.shard] for i in range(0, len(todo), args.shard)]
-    for number, part in enumerate(shards):
-        path = args.out / f"{args.name}{number:04d}.npz"
-        if path.exists():
-            continue
-        if time.monotonic() >= deadline:
-            break
-        _shard(decoder, part, path, args, number, deadline)
+
+
+def _settings(o: SynthOptions, prompts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What makes two runs the same."""
+    return {
+        "target": o.target,
+        "prompts": list(o.prompts),
+        "prompts_sha256": hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest(),
+        "seed": o.seed,
+        "temperatures": {str(t): share for t, share in o.temperatures.items()},
+        "max_prompt": o.max_prompt,
+        "max_new_tokens": o.max_new_tokens,
+        "requests_per_shard": o.shard,
+    }
+
+
+def _finished(path: Path, run: Mapping[str, Any]) -> bool:
+    """Whether a file of this run is there whole.
+
+    Raises:
+        ConfigError: it is there, from another run.
+    """
+    if not path.exists():
+        return False
+    text = path.with_suffix(".json")
+    made = json.loads(text.read_text(encoding="utf-8")) if text.exists() else {}
+    differing = [name for name, value in run.items() if made.get(name) != value]
+    if differing:
+        raise ConfigError(
+            f"{path} is there already, from a run with another {', '.join(differing)}. Choose another folder or name, "
+            "or move it away."
+        )
+    return bool(made["complete"])
 
 
 def _shard(
-    decoder: LlamaDecoder, part: list[Request], path: Path, args: argparse.Namespace, number: int, deadline: float
-) -> None:
-    torch.manual_seed(args.seed * 100_003 + number)  # a shard written after a restart is the same shard
+    decoder: Decoder, part: list[Request], path: Path, run: Mapping[str, Any], deadline: float, bar: Any,
+    device: torch.device,
+) -> None:  # fmt: skip
     started, finished, written = time.monotonic(), [], 0
     for done in answer(decoder, part, deadline=deadline):
         finished.append(done)
         written += len(done.tokens)
+        bar.set_postfix_str(f"{written / (time.monotonic() - started):,.0f} tok/s", refresh=False)
+        bar.update()
     seconds = time.monotonic() - started
-    origin = {
-        "target": str(args.target),
-        "prompts": {p: hashlib.sha256(Path(p).read_bytes()).hexdigest() for p in args.prompts},
-        "seed": args.seed,
-        "shard": number,
-        "temperatures": {str(t): s for t, s in args.temperatures.items()},
-        "max_new_tokens": args.max_new_tokens,
+    measured = {
         "documents": len(finished),
         "complete": len(finished) == len(part),
+        "prompt_tokens": sum(len(a.request.prompt) for a in finished),
         "answer_tokens": written,
+        "seconds": round(seconds, 3),
         "tokens_per_second": round(written / seconds),
-        **provenance(decoder.done.device),
+        "decoder": type(decoder).__name__,
+        "rows": decoder.rows,
     }
     if finished:
-        write_shard(path, finished, origin)
+        write_shard(path, finished, {**run, **measured, **provenance(device)})
+    bar.clear()
     print(f"{path}: {len(finished)} documents, {written} answer tokens, {written / seconds:.0f} tok/s", flush=True)
-
-
-def _shares(text: str) -> dict[float, float]:
-    pairs = [item.split(":") for item in text.split(",")]
-    return {float(t): float(s) for t, s in pairs}
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m dflash2.training.synth",
-        description="Let the target, one of Llama's architecture, answer chat prompts, and keep the tokens as shards "
-        "for dflash2.training.train.",
-    )
-    parser.add_argument("--target", required=True, help="folder, hub id or name of the target")
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        nargs="+",
-        help='JSONL files, gzipped or not, of lines like {"turns": ["the prompt"]}, "system" optional',
-    )
-    parser.add_argument("--out", required=True, type=Path, help="folder for the shards; finished ones are kept")
-    parser.add_argument("--name", default="synth", help="first part of the shards' names (default: %(default)s)")
-    parser.add_argument(
-        "--rows",
-        type=int,
-        help="requests in flight; costs memory and time even if idle (default: 1536 on a GPU, 32 on a CPU)",
-    )
-    parser.add_argument("--shard", type=int, default=10000, help="requests per shard (default: %(default)s)")
-    parser.add_argument(
-        "--max-prompt", type=int, default=1024, help="longer prompts are left out (tokens) (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=400, help="longest answer, in tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--temperatures", type=_shares, default="0:0.6,0.7:0.25,1:0.15", help="T:share,... (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-seconds", type=float, default=0, help="stop then and write what is finished; 0: no limit"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of sampling and of the order (default: %(default)s)")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda ... (default: %(default)s)"
-    )
-    parser.add_argument("--no-graphs", action="store_true", help="launch every kernel from Python")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_command("dflash2.training.synth", main))

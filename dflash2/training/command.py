@@ -1,0 +1,80 @@
+"""The subcommand ``dflash2 synth``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dflash2.targets import EMBEDDED_TARGET
+from dflash2.training.synth_options import SynthOptions as Defaults
+
+__all__ = ["add_commands"]
+
+
+def add_commands(commands: Any) -> None:
+    """Add it to the subparsers of the command ``dflash2``."""
+    synth = commands.add_parser(
+        "synth",
+        help="let a target answer prompts: documents to train on",
+        description="The target answers prompts at mixed temperatures. Its answers are kept as token shards (.npz), "
+        "each with a .json that says where it comes from. Run the same command again to go on after an interruption.",
+    )
+    synth.add_argument("--target", default=EMBEDDED_TARGET, help="folder, hub id or name (default: %(default)s)")
+    synth.add_argument(
+        "--prompts", required=True, nargs="+", metavar="SOURCE",
+        help="builtin; a set's name like gsm8k:train or ultrachat; hub:owner/name[:split[:column]]; JSONL files of "
+        'lines like {"turns": ["the prompt"]}; or self: the target writes --count prompts itself',
+    )  # fmt: skip
+    synth.add_argument("--out", required=True, type=Path, help="folder for the shards; finished ones are kept")
+    synth.add_argument(
+        "--count", type=int, default=Defaults.count, help="prompts to write, or to take of each source (default: all)"
+    )
+    synth.add_argument("--name", default=Defaults.name, help="first part of the shards' names (default: %(default)s)")
+    synth.add_argument("--rows", type=int, help="requests in flight (default: what fits into the GPU, up to 2048)")
+    synth.add_argument("--shard", type=int, default=Defaults.shard, help="requests per shard (default: %(default)s)")
+    synth.add_argument(
+        "--max-prompt",
+        type=int,
+        default=Defaults.max_prompt,
+        help="longer prompts are left out, in tokens (default: %(default)s)",
+    )
+    synth.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=Defaults.max_new_tokens,
+        help="longest answer, in tokens (default: %(default)s)",
+    )
+    synth.add_argument(
+        "--temperatures", type=_shares, default="0:0.6,0.7:0.25,1:0.15", help="T:share,... (default: %(default)s)"
+    )
+    synth.add_argument(
+        "--max-seconds",
+        type=float,
+        default=Defaults.max_seconds,
+        help="write what is finished then (default: no limit)",
+    )
+    synth.add_argument(
+        "--seed", type=int, default=Defaults.seed, help="of prompts, order and sampling (default: %(default)s)"
+    )
+    synth.add_argument(
+        "--device", default=Defaults.device, help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one"
+    )
+    synth.add_argument("--dtype", default=Defaults.dtype, help="float32, bfloat16, float16; auto: bfloat16 on GPUs")
+    synth.add_argument("--no-graphs", action="store_true", help="launch every kernel from Python")
+    synth.set_defaults(run=_synth)
+
+
+def _synth(args: argparse.Namespace) -> int:
+    from dflash2.training.synth import SynthOptions, synth
+
+    given = {k: v for k, v in vars(args).items() if k not in ("command", "run", "no_graphs")}
+    synth(SynthOptions(**given | {"prompts": tuple(args.prompts), "graphs": not args.no_graphs}))
+    return 0
+
+
+def _shares(text: str) -> dict[float, float]:
+    try:
+        return {float(t): float(share) for t, share in (item.split(":") for item in text.split(","))}
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 0:0.6,0.7:0.4 (temperature:share)") from e
