@@ -30,7 +30,7 @@ CANDIDATES = [
 
 @triton.jit
 def _top_tile(
-    hidden_ptr, weight_ptr, bias_ptr, lists_ptr, lengths_ptr, floor_ptr, tile, tiles, vocab, rows, hidden,
+    hidden_ptr, weight_ptr, bias_ptr, lists_ptr, lengths_ptr, bests_ptr, floor_ptr, tile, tiles, vocab, rows, hidden,
     hidden_row_stride, hidden_column_stride, weight_row_stride, weight_column_stride, count,
     SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -53,12 +53,27 @@ def _top_tile(
         logits = tl.dot(weight, x, logits, input_precision="ieee")
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + wide_token).to(tl.float32)[:, None]
-    collect(logits, token, row, tile, tiles, vocab, rows, count, lists_ptr, lengths_ptr, floor_ptr, SLOTS, BLOCK_R)
+    collect(
+        logits,
+        token,
+        row,
+        tile,
+        tiles,
+        vocab,
+        rows,
+        count,
+        lists_ptr,
+        lengths_ptr,
+        bests_ptr,
+        floor_ptr,
+        SLOTS,
+        BLOCK_R,
+    )
 
 
 @triton.jit(do_not_specialize=["vocab", "rows", "count"])
 def _top_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, lists_ptr, lengths_ptr, floor_ptr, vocab, rows, hidden,
+    hidden_ptr, weight_ptr, bias_ptr, lists_ptr, lengths_ptr, bests_ptr, floor_ptr, vocab, rows, hidden,
     hidden_row_stride, hidden_column_stride, weight_row_stride, weight_column_stride, count,
     SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -66,16 +81,16 @@ def _top_kernel(
     tiles = tl.cdiv(vocab, BLOCK_V)
     if PROGRAMS == 0:
         _top_tile(
-            hidden_ptr, weight_ptr, bias_ptr, lists_ptr, lengths_ptr, floor_ptr, tl.program_id(1), tiles, vocab, rows,
-            hidden, hidden_row_stride, hidden_column_stride, weight_row_stride, weight_column_stride, count,
-            SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
+            hidden_ptr, weight_ptr, bias_ptr, lists_ptr, lengths_ptr, bests_ptr, floor_ptr, tl.program_id(1), tiles,
+            vocab, rows, hidden, hidden_row_stride, hidden_column_stride, weight_row_stride, weight_column_stride,
+            count, SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
         )  # fmt: skip
     else:
         # Flattened into one loop: the weights of the next tile come while candidates of this one are taken out.
         for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), flatten=True):
             _top_tile(
-                hidden_ptr, weight_ptr, bias_ptr, lists_ptr, lengths_ptr, floor_ptr, tile, tiles, vocab, rows,
-                hidden, hidden_row_stride, hidden_column_stride, weight_row_stride, weight_column_stride, count,
+                hidden_ptr, weight_ptr, bias_ptr, lists_ptr, lengths_ptr, bests_ptr, floor_ptr, tile, tiles, vocab,
+                rows, hidden, hidden_row_stride, hidden_column_stride, weight_row_stride, weight_column_stride, count,
                 SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
             )  # fmt: skip
 
@@ -97,7 +112,7 @@ def dense_topk(
         found = Candidates(rows, vocab, count, options, hidden.device)
         found.floor.fill_(LOWEST.value)
         _top_kernel[found.grid](
-            hidden, weight, bias, found.lists, found.lengths, found.floor, vocab, rows, width,
+            hidden, weight, bias, found.lists, found.lengths, found.bests, found.floor, vocab, rows, width,
             *hidden.stride(), *weight.stride(), count, SLOTS=found.slots, **options,
         )  # fmt: skip
         return found.select(first_id)

@@ -31,40 +31,43 @@ CANDIDATES = [
         (128, 128, 128, 0, 8, 3), (128, 128, 128, 0, 8, 4),
     )
 ]  # fmt: skip
-_QUANTISE_BLOCK = 8192
+_QUANTISE_BLOCK, _QUANTISE_PART = 8192, 1024
 
 
 @triton.jit
 def _quantise_kernel(
     x_ptr, halves_ptr, row_scale_ptr, floor_ptr, hidden, x_row_stride, x_column_stride,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row into its halves int8 ``[rows, 2, hidden]`` and scale; the row's floor starts at the lowest value."""
+    """PART columns of a row into its halves int8 ``[rows, 2, hidden]``; its scale; its floor: the lowest value.
+
+    Every program looks for the row's largest value, which costs less than dividing by it.
+    """
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1) * PART + tl.arange(0, PART)
+    x_ptr += row * x_row_stride
+    x = tl.load(x_ptr + part * x_column_stride, mask=part < hidden, other=0.0).to(tl.float32)
     largest = 0.0
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_row_stride + column * x_column_stride, mask=column < hidden, other=0.0)
-        size = tl.abs(x.to(tl.float32))
+        size = tl.abs(tl.load(x_ptr + column * x_column_stride, mask=column < hidden, other=0.0).to(tl.float32))
         # A NaN compares as false: damage of either kind becomes inf.
         largest = tl.maximum(largest, tl.max(tl.where(size < float("inf"), size, float("inf")), 0))
     whole = largest < float("inf")
     scale = tl.where(whole, tl.div_rn(tl.where(whole, largest, 0.0), LIMIT), float("nan"))
     usable = scale >= 1.1754943508222875e-38  # else zero, damaged, or too small for an exact division
-    for start in range(0, hidden, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_row_stride + column * x_column_stride, mask=column < hidden, other=0.0)
-        quotient = tl.div_rn(tl.where(usable, x.to(tl.float32), 0.0), tl.where(usable, scale, 1.0))
-        # Adding 1.5 * 2**23 leaves the nearest whole number, ties to even, in the low bits.
-        whole_number = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-        high = (whole_number + 128) >> 8
-        at = halves_ptr + row * 2 * hidden + column
-        tl.store(at, high.to(tl.int8), mask=column < hidden)
-        tl.store(at + hidden, (whole_number - (high << 8)).to(tl.int8), mask=column < hidden)
-    tl.store(row_scale_ptr + row, scale)
-    if SLOTS > 0:
-        tl.store(floor_ptr + row * SLOTS + tl.arange(0, SLOTS), tl.full([SLOTS], LOWEST, tl.int32))
+    quotient = tl.div_rn(tl.where(usable, x, 0.0), tl.where(usable, scale, 1.0))
+    # Adding 1.5 * 2**23 leaves the nearest whole number, ties to even, in the low bits.
+    whole_number = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    high = (whole_number + 128) >> 8
+    at = halves_ptr + row * 2 * hidden + part
+    tl.store(at, high.to(tl.int8), mask=part < hidden)
+    tl.store(at + hidden, (whole_number - (high << 8)).to(tl.int8), mask=part < hidden)
+    if tl.program_id(1) == 0:
+        tl.store(row_scale_ptr + row, scale)
+        if SLOTS > 0:
+            tl.store(floor_ptr + row * SLOTS + tl.arange(0, SLOTS), tl.full([SLOTS], LOWEST, tl.int32))
 
 
 @triton.jit
@@ -101,7 +104,7 @@ def _logits(
 
 @triton.jit
 def _top_tile(
-    weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
+    weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, bests_ptr, floor_ptr,
     tile, tiles, vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
     SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -111,12 +114,27 @@ def _top_tile(
         weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, token, row, vocab, rows, hidden,
         weight_row_stride, weight_column_stride, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
     )  # fmt: skip
-    collect(logits, token, row, tile, tiles, vocab, rows, count, lists_ptr, lengths_ptr, floor_ptr, SLOTS, BLOCK_R)
+    collect(
+        logits,
+        token,
+        row,
+        tile,
+        tiles,
+        vocab,
+        rows,
+        count,
+        lists_ptr,
+        lengths_ptr,
+        bests_ptr,
+        floor_ptr,
+        SLOTS,
+        BLOCK_R,
+    )
 
 
 @triton.jit(do_not_specialize=["vocab", "rows", "count"])
 def _top_kernel(
-    weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
+    weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, bests_ptr, floor_ptr,
     vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
     SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     PROGRAMS: tl.constexpr, PDL: tl.constexpr,
@@ -127,7 +145,7 @@ def _top_kernel(
     wait_for_inputs(PDL)
     if PROGRAMS == 0:
         _top_tile(
-            weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
+            weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, bests_ptr, floor_ptr,
             tl.program_id(1), tiles, vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
             SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
         )  # fmt: skip
@@ -135,8 +153,8 @@ def _top_kernel(
         # Flattened into one loop: the weights of the next tile come while candidates of this one are taken out.
         for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), flatten=True):
             _top_tile(
-                weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, floor_ptr,
-                tile, tiles, vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
+                weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, bests_ptr,
+                floor_ptr, tile, tiles, vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
                 SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
             )  # fmt: skip
 
@@ -198,7 +216,7 @@ def int8_head_top(
         found = Candidates(rows, vocab, count, options, hidden.device)
         halves, row_scale = _quantise(hidden, found.floor)
         _top_kernel[found.grid](
-            weight, scale, bias, halves, row_scale, found.lists, found.lengths, found.floor,
+            weight, scale, bias, halves, row_scale, found.lists, found.lengths, found.bests, found.floor,
             vocab, rows, hidden.shape[1], *weight.stride(), count, SLOTS=found.slots, **options,
         )  # fmt: skip
         return found.select(first_id)
@@ -208,10 +226,11 @@ def _quantise(hidden: torch.Tensor, floor: torch.Tensor | None) -> tuple[torch.T
     rows, width = hidden.shape
     halves = torch.empty(rows, 2, width, dtype=torch.int8, device=hidden.device)
     row_scale = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-    _quantise_kernel[(rows,)](
-        hidden, halves, row_scale, floor, width, *hidden.stride(),
-        BLOCK=min(_QUANTISE_BLOCK, triton.next_power_of_2(width)), SLOTS=0 if floor is None else floor.shape[1],
-        num_warps=8, **dependent_launch(hidden),
+    block = min(_QUANTISE_BLOCK, triton.next_power_of_2(width))
+    part = min(_QUANTISE_PART, block)
+    _quantise_kernel[(rows, triton.cdiv(width, part))](
+        hidden, halves, row_scale, floor, width, *hidden.stride(), BLOCK=block, PART=part,
+        SLOTS=0 if floor is None else floor.shape[1], num_warps=8, **dependent_launch(hidden),
     )  # fmt: skip
     return halves, row_scale
 

@@ -57,17 +57,17 @@ KERNELS = {
     ),
     "window_attention._add_up_kernel": ({"partial_ptr": F32}, {"LANES": 8, **UNIT}, 4, 1),
     "int8_head._quantise_kernel": (
-        {"halves_ptr": I8, "row_scale_ptr": F32, "floor_ptr": I32}, {"BLOCK": 8192, "SLOTS": 16}, 8, 1,
+        {"halves_ptr": I8, "row_scale_ptr": F32, "floor_ptr": I32}, {"BLOCK": 8192, "PART": 1024, "SLOTS": 16}, 8, 1,
     ),
     "int8_head._top_kernel": (
         {"weight_ptr": I8, "scale_ptr": F32, "halves_ptr": I8, "row_scale_ptr": F32, "lists_ptr": I64,
-         "lengths_ptr": I32, "floor_ptr": I32},
+         "lengths_ptr": I32, "bests_ptr": I32, "floor_ptr": I32},
         {"bias_ptr": None, "SLOTS": 16, "BLOCK_V": 128, "BLOCK_R": 8, "BLOCK_K": 128, "EVEN": True, "PROGRAMS": 0},
         4, 4,
     ),
     "top_candidates._select_kernel": (
-        {"lists_ptr": I64, "lengths_ptr": I32, "ids_ptr": I64, "values_ptr": F32},
-        {"BLOCK_V": 128, "BLOCK_R": 8, "SLOTS": 16, "TILES": 2048}, 8, 1,
+        {"lists_ptr": I64, "lengths_ptr": I32, "bests_ptr": I32, "ids_ptr": I64, "values_ptr": F32},
+        {"BLOCK_R": 8, "SLOTS": 16, "TILES": 0, "RANKED": True}, 8, 1,
     ),
     "row_linear._span_sums_kernel": (
         {"x_scale_ptr": F32, "weight_ptr": I64, "sums_ptr": F32},
