@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash2.training.parallel import shard_like, whole
+from dflash2.training.parallel import local, shard_like, whole
 
 __all__ = ["MasterAdamW", "learning_rate"]
 
@@ -61,11 +61,11 @@ class MasterAdamW:
         if self.ema:
             # While the run is young the average follows faster, or it would remember the initial weights.
             keep = min(self.ema, (1 + self.steps) / (10 + self.steps))
-            torch._foreach_lerp_(self.average, self.masters, 1 - keep)
+            torch._foreach_lerp_([local(x) for x in self.average], [local(x) for x in self.masters], 1 - keep)
         return whole(norm)
 
     def _publish(self, source: Iterable[Tensor]) -> None:
-        torch._foreach_copy_(self.working, list(source))
+        torch._foreach_copy_([local(x) for x in self.working], [local(x) for x in source])
 
     def weights(self) -> dict[str, Tensor]:
         """What to save and to evaluate: the average if there is one. Whole, if it is split over processes."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dflash2.errors import ConfigError
 
-__all__ = ["Processes", "shard_like", "whole"]
+__all__ = ["Processes", "local", "shard_like", "whole"]
 
 
 class Processes:
@@ -111,6 +111,11 @@ class Processes:
 def whole(x: Tensor) -> Tensor:
     """A tensor, or all of one that is split over processes (which all have to ask)."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def local(x: Tensor) -> Tensor:
+    """What this process holds of a tensor, by reference."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def shard_like(x: Tensor, like: Tensor) -> Tensor:

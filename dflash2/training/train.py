@@ -23,7 +23,7 @@ from dflash2.training.attention import TiledAttention
 from dflash2.training.batches import Batch, Batches
 from dflash2.training.checkpoint import load_resume, publish, save_resume, start_from
 from dflash2.training.config import TrainConfig, drafter_config, to_json
-from dflash2.training.data import Documents, load_shards
+from dflash2.training.data import Documents, load_shards, pack
 from dflash2.training.initial import initialise
 from dflash2.training.loss import BlockLoss, LossOptions, block_loss, block_targets, draft_states, supervision
 from dflash2.training.metrics import Metrics
@@ -124,10 +124,13 @@ class Trainer:
         if self.config.init_from:
             start_from(self.drafter, self.config.init_from)
             return
-        # All processes measure on the same rows.
-        one = Batches(self.config, self.documents, self.drafter.config.retention, 0, 1).make(0)[0]
-        sample = [x[:SAMPLE_ROWS] for x in one.inputs(one.blocks.to(self.device))]
-        initialise(self.drafter, self.target, layers=self.config.init_layers, sample=(sample[0], sample[1], sample[2]))
+        # The same rows in all processes and however a step is split.
+        rows = pack(self.documents, self.batches.plan[0][:SAMPLE_ROWS], self.config.row_tokens)
+        tokens, positions, document = (
+            torch.from_numpy(x).to(self.device) for x in (rows.tokens, rows.positions, rows.document)
+        )
+        sample = (tokens, positions, document)
+        initialise(self.drafter, self.target, layers=self.config.init_layers, sample=sample)
 
     @property
     def parameters(self) -> int:

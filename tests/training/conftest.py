@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+
+#: Ids that no training document of the toy target holds: masks.
+UNUSED = {1, 60}
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +47,19 @@ def toy_target_folder(toy_llama, tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     toy_llama.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def shard(toy_llama, tmp_path_factory):
+    """Greedy answers of the toy target, 24 documents, none of which holds the ids `UNUSED`."""
+    rng, documents, plens = np.random.default_rng(0), [], []
+    while len(documents) < 24:
+        prompt = torch.from_numpy(rng.integers(3, 60, (1, rng.integers(4, 9))))
+        out = toy_llama.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=36, do_sample=False)
+        if not UNUSED & set(out[0].tolist()):
+            documents.append(out[0].numpy())
+            plens.append(prompt.shape[1])
+    path = tmp_path_factory.mktemp("shards") / "a.npz"
+    lens = [len(d) for d in documents]
+    np.savez(path, tokens=np.concatenate(documents), lens=lens, plens=plens, temps=np.zeros(24))
+    return path

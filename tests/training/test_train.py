@@ -32,22 +32,6 @@ DRAFTER = {
 DRAFTER |= {"selector_top_k": 4, "block_size": 4, "target_layer_ids": [1, 2, 4]}
 
 
-@pytest.fixture(scope="module")
-def shard(toy_llama, tmp_path_factory):
-    """Greedy answers of the toy target, 24 documents."""
-    rng, documents, plens = np.random.default_rng(0), [], []
-    while len(documents) < 24:
-        prompt = torch.from_numpy(rng.integers(3, 60, (1, rng.integers(4, 9))))
-        out = toy_llama.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=36, do_sample=False)
-        if MASK not in out:
-            documents.append(out[0].numpy())
-            plens.append(prompt.shape[1])
-    path = tmp_path_factory.mktemp("shards") / "a.npz"
-    lens = [len(d) for d in documents]
-    np.savez(path, tokens=np.concatenate(documents), lens=lens, plens=plens, temps=np.zeros(24))
-    return path
-
-
 def settings(shard, out, **kw) -> TrainConfig:
     base = {
         "target": "toy", "shards": [str(shard)], "out": str(out), "drafter": dict(DRAFTER), "device": "cpu",
