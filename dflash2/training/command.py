@@ -1,4 +1,4 @@
-"""The subcommand ``dflash2 synth``."""
+"""The subcommands ``dflash2 synth`` and ``dflash2 train``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from dflash2.errors import ConfigError
 from dflash2.targets import EMBEDDED_TARGET
+from dflash2.training.config import config_yaml, help_text, load_config
 from dflash2.training.synth_options import SynthOptions as Defaults
 
 __all__ = ["add_commands"]
 
 
 def add_commands(commands: Any) -> None:
-    """Add it to the subparsers of the command ``dflash2``."""
+    """Add them to the subparsers of the command ``dflash2``."""
+    _add_synth(commands)
+    _add_train(commands)
+
+
+def _add_synth(commands: Any) -> None:
     synth = commands.add_parser(
         "synth",
         help="let a target answer prompts: documents to train on",
@@ -32,7 +39,7 @@ def add_commands(commands: Any) -> None:
     )
     synth.add_argument("--name", default=Defaults.name, help="first part of the shards' names (default: %(default)s)")
     synth.add_argument("--rows", type=int, help="requests in flight (default: what fits into the GPU, up to 2048)")
-    synth.add_argument("--shard", type=int, default=Defaults.shard, help="requests per shard (default: %(default)s)")
+    synth.add_argument("--shard", type=int, help="requests per shard (default: 20000 on a GPU, 500 elsewhere)")
     synth.add_argument(
         "--max-prompt",
         type=int,
@@ -63,6 +70,40 @@ def add_commands(commands: Any) -> None:
     synth.add_argument("--dtype", default=Defaults.dtype, help="float32, bfloat16, float16; auto: bfloat16 on GPUs")
     synth.add_argument("--no-graphs", action="store_true", help="launch every kernel from Python")
     synth.set_defaults(run=_synth)
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a drafter on token shards, from a file of settings",
+        description="Train a drafter for a frozen target. The same command goes on where a run was stopped or killed.\n"
+        "On several GPUs:\naccelerate launch --multi_gpu -m dflash2 train ...",
+        epilog="settings (default):\n" + help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("--config", type=Path, help="YAML or JSON file of settings; a run's train.json, too")
+    train.add_argument(
+        "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
+        help="change settings (drafter.FIELD=VALUE: one of the drafter's)",
+    )  # fmt: skip
+    train.add_argument(
+        "--write-config", type=Path, metavar="FILE", help="write a file of all settings, explained; do nothing else"
+    )
+    train.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    if args.write_config is not None:
+        if args.write_config.exists():
+            raise ConfigError(f"--write-config {args.write_config} exists already. Name another file.")
+        args.write_config.write_text(config_yaml())
+        print(f"{args.write_config}: set target, shards, out, drafter.mask_token_id and max_steps")
+        return 0
+    settings = load_config(args.config, args.set)
+    from dflash2.training.train import train
+
+    train(settings)
+    return 0
 
 
 def _synth(args: argparse.Namespace) -> int:
