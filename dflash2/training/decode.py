@@ -225,5 +225,6 @@ def rows_that_fit(model: Any, max_tokens: int) -> int:
     c = model.config
     width = 2 * c.num_hidden_layers * c.num_key_value_heads * model.get_decoder().layers[0].self_attn.head_dim
     bytes_per_row = (width * max_tokens + 3 * c.vocab_size) * model.dtype.itemsize
+    torch.cuda.empty_cache()  # what torch keeps of an earlier decoder is free
     fit = int(0.75 * torch.cuda.mem_get_info(model.device)[0] / bytes_per_row)
     return max(1, min(MOST_ROWS, fit // LEAST_BATCH * LEAST_BATCH))

@@ -28,8 +28,11 @@ from dflash2.training.synth_options import SELF, SynthOptions
 
 __all__ = ["Answer", "Request", "SynthOptions", "answer", "synth", "write_shard"]
 
-#: Rows of the general decoder, which keeps none of them waiting and none of them compact.
+#: Rows of the general decoder: its batches end with their longest answer.
 GENERAL_ROWS = 64
+#: Requests per shard, by kind of device.
+SHARD_REQUESTS = {"cuda": 20_000}
+SHARD_REQUESTS_ELSEWHERE = 500
 
 
 def synth(options: SynthOptions) -> list[Path]:
@@ -50,8 +53,9 @@ def synth(options: SynthOptions) -> list[Path]:
     o.out.mkdir(parents=True, exist_ok=True)
     prompts = _prompts(o, model, tokenizer, stops, deadline)
     todo = make_requests(tokenizer, prompts, temperatures=o.temperatures, max_prompt=o.max_prompt, seed=o.seed)
-    run = _settings(o, prompts)
-    parts = [todo[i : i + o.shard] for i in range(0, len(todo), o.shard)]
+    size = o.shard or SHARD_REQUESTS.get(device.type, SHARD_REQUESTS_ELSEWHERE)
+    run = {**_settings(o, prompts), "requests_per_shard": size}
+    parts = [todo[i : i + size] for i in range(0, len(todo), size)]
     paths = [o.out / f"{o.name}{number:04d}.npz" for number in range(len(parts))]
     waiting = [i for i, path in enumerate(paths) if not _finished(path, run)]
     print(f"{len(todo)} requests from {len(prompts)} prompts; {len(waiting)} of {len(parts)} shards to do", flush=True)
@@ -136,7 +140,6 @@ def _settings(o: SynthOptions, prompts: list[dict[str, Any]]) -> dict[str, Any]:
         "temperatures": {str(t): share for t, share in o.temperatures.items()},
         "max_prompt": o.max_prompt,
         "max_new_tokens": o.max_new_tokens,
-        "requests_per_shard": o.shard,
     }
 
 

@@ -25,7 +25,8 @@ class SynthOptions:
         count: prompts to write with ``self``, else the most to take of each source; 0: all.
         name: first part of the shards' names.
         rows: requests in flight; None: as many as fit, up to 2048.
-        shard: requests per shard.
+        shard: requests per shard; None: 20,000 on a GPU, where the last rows of a shard leave others idle, and 500
+            elsewhere, where an interruption is dear.
         max_prompt: tokens; longer prompts are left out.
         max_new_tokens: longest answer.
         temperatures: share of each.
@@ -42,7 +43,7 @@ class SynthOptions:
     count: int = 0
     name: str = "synth"
     rows: int | None = None
-    shard: int = 10_000
+    shard: int | None = None
     max_prompt: int = 1024
     max_new_tokens: int = 400
     temperatures: Mapping[float, float] = field(default_factory=lambda: {0.0: 0.6, 0.7: 0.25, 1.0: 0.15})

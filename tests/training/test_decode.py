@@ -212,4 +212,4 @@ def test_graphs_give_what_the_cpu_gives(toy_llama):
         same = sum(got[i] == expected[i] for i in expected)
         assert len(got) == 300
         assert same >= 297, f"graphs={graphs}: {same} of 300"  # fp32 sums in another order: a near tie now and then
-        assert len(decoder._graphs or {}) == (3 if graphs else 0)
+        assert (len(decoder._graphs or {}) > 0) == graphs
