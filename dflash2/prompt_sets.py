@@ -124,8 +124,7 @@ def _parts(source: str) -> tuple[str, str | None, str | None]:
     if len(parts) > most or not all(parts):
         form = "hub:owner/name[:split[:column]]" if most == 3 else "name[:split]"
         raise ConfigError(f"prompts: {source!r} has {len(parts)} parts. Expected {form}, no part empty.")
-    name, split, column = [*parts, None, None][:3]
-    return str(name), split, column
+    return parts[0], parts[1] if len(parts) > 1 else None, parts[2] if len(parts) > 2 else None
 
 
 def _rows(path: str, config: str | None, split: str, source: str, limit: int) -> list[Row]:
@@ -159,7 +158,7 @@ def _guess(rows: list[Row], source: str) -> str:
     return found
 
 
-def _user_turns(row: Row, column: str, source: str) -> list[str]:
+def _user_turns(row: Row, column: str, source: str) -> list[Any]:
     """A text, a list of texts, or a conversation of ``role`` and ``content`` (or ``from`` and ``value``)."""
     if column not in row:
         raise ConfigError(f"prompts: {source!r} has no column {column!r}. Columns: {sorted(row)}.")

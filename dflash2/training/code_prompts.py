@@ -1,4 +1,4 @@
-"""Programming prompts for `dflash2.training.synth`, made from a list of small tasks.
+"""Programming prompts for `dflash2 synth`, made from a list of small tasks.
 
 Prompt collections for chat hold little code, and a drafter accepts little where it was never trained. The tasks, the
 examples and the wording are ours; no benchmark's problems are among them.
@@ -144,7 +144,7 @@ def _wordings(name: str, args: str, does: str, calls: Sequence[tuple[str, str]],
 
 
 def prompts(variants: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Every task in every wording, ``variants`` times with other examples, in the format that `synth` reads."""
+    """Every task in every wording, ``variants`` times with other examples, in the format that `dflash2 synth` reads."""
     rng = random.Random(seed)
     for name, args, does, make, solve in TASKS:
         for variant in range(variants):
@@ -156,7 +156,7 @@ def prompts(variants: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the prompts as JSONL, each text once."""
-    parser = argparse.ArgumentParser(description="Programming prompts for dflash2.training.synth.")
+    parser = argparse.ArgumentParser(description="Programming prompts for dflash2 synth.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--variants", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)

@@ -94,9 +94,9 @@ class LlamaNetwork:
 
 
 def _joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight
-    return weight.detach(), torch.cat(biases).detach() if biases else None
+    weights = [linear.weight.detach() for linear in linears]
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    return torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(biases) if biases else None
 
 
 def _fuse(layer: Any, after: Tensor, eps: float) -> _Layer:

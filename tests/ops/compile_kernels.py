@@ -41,10 +41,11 @@ KERNELS = {
     "block_linear._gated_kernel planes": (*_gated(I8, I8, INT8=True, PLANES=True, BLOCK_R=8), 4, 5),
     "residual_norm._residual_norm_kernel": (
         {"a_ptr": F32, "finite_ptr": I1, "eps": "fp32"},
-        {"SPLIT": 3, "TAPS": 2, "BIAS": False, "LAST": True, "TILE": 8192}, 16, 1,
+        {"GROUP_SIZE": 16, "SPLIT": 3, "TAPS": 2, "BIAS": False, "LAST": True, "SETTLED": True, "TILE": 8192}, 16, 1,
     ),
     "block_conv._block_conv_kernel": (
-        {"delta_ptr": F32, "y_ptr": I8, "scale_ptr": F32}, {"SPLIT": 5, "TAPS": 2, "PLANES": True, "TILE": 1024}, 4, 1,
+        {"delta_ptr": F32, "y_ptr": I8, "scale_ptr": F32},
+        {"GROUP_SIZE": 16, "SPLIT": 5, "TAPS": 2, "PLANES": True, "SETTLED": True, "TILE": 1024}, 4, 1,
     ),
     "rotary_heads._rotary_heads_kernel": (
         {"qkv_ptr": F32, "cos_ptr": F32, "sin_ptr": F32, "eps": "fp32"}, {"SPLIT": 2, "BIAS": False, "HALF": 64}, 1, 1,
@@ -87,6 +88,14 @@ KERNELS = {
         {"K": 7, "C": 16, "RANK": 256, "ROWS": 8, "SLOTS": 16, "TILE": 32, "STAGES": 2, "CAPPED": True, "SAMPLED": True,
          "PARTS": 8}, 4, 2,
     ),
+    "decode_attention._decode_attention_kernel": (
+        {"slots_ptr": I64, "lengths_ptr": I64, "cos_ptr": F32, "sin_ptr": F32, "eps": "fp32"},
+        {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "NORM": True, "QUERIES": 16, "DIM": 128, "TILE": 64, "SCALE": 0.127,
+         "PRECISION": "tf32"}, 4, 3,
+    ),
+    "gumbel_sample._gumbel_sample_kernel": (
+        {"temperatures_ptr": F32, "seeds_ptr": I64, "positions_ptr": I64, "out_ptr": I64}, {"TILE": 4096}, 8, 1,
+    ),
 }  # fmt: skip
 
 
@@ -95,8 +104,8 @@ def compiled(name, capability):
     types, constants, warps, stages = KERNELS[name]
     module, _, kernel = name.split(" ")[0].partition(".")
     fn = getattr(importlib.import_module(f"kernels.{module}"), kernel)
-    pdl = capability >= 90
-    constants = constants | {"PDL": pdl}
+    pdl = capability >= 90 and "PDL" in fn.arg_names
+    constants = constants | ({"PDL": pdl} if "PDL" in fn.arg_names else {})
     signature, aligned = {}, {}
     for i, argument in enumerate(fn.arg_names):
         if argument in constants:
