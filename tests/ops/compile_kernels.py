@@ -90,8 +90,8 @@ KERNELS = {
     ),
     "decode_attention._decode_attention_kernel": (
         {"slots_ptr": I64, "lengths_ptr": I64, "cos_ptr": F32, "sin_ptr": F32, "eps": "fp32"},
-        {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "NORM": True, "QUERIES": 16, "DIM": 128, "TILE": 64, "SCALE": 0.127,
-         "PRECISION": "tf32"}, 4, 3,
+        {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "NORM": True, "QUERIES": 16, "DIM": 128, "TILE": 64,
+         "SCALE": 0.127, "PRECISION": "tf32"}, 4, 3,
     ),
     "gumbel_sample._gumbel_sample_kernel": (
         {"temperatures_ptr": F32, "seeds_ptr": I64, "positions_ptr": I64, "out_ptr": I64}, {"TILE": 4096}, 8, 1,

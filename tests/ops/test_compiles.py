@@ -11,7 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 #: Shared memory of one program, in bytes.
 LIMITS = {80: 163 << 10, 90: 227 << 10}
-PRODUCTS = ("block_linear", "window_attention._window", "int8_head._top", "row_linear", "selector_walk", "decode_attention")
+PRODUCTS = (
+    "block_linear",
+    "window_attention._window",
+    "int8_head._top",
+    "row_linear",
+    "selector_walk",
+    "decode_attention",
+)
 
 
 @pytest.mark.slow
