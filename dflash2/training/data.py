@@ -84,11 +84,11 @@ def load_shards(patterns: Sequence[str]) -> Documents:
     for pattern in patterns:
         found = sorted(glob.glob(pattern))
         if not found:
-            raise ConfigError(f"shards: {pattern!r} matches no file. Write shards with dflash2.training.synth first.")
+            raise ConfigError(f"shards: {pattern!r} matches no file. Write shards with dflash2 synth first.")
         paths += found
     parts = [_load(Path(p)) for p in paths]
     if not parts:
-        raise ConfigError("shards: none named. Write shards with dflash2.training.synth first.")
+        raise ConfigError("shards: none named. Write shards with dflash2 synth first.")
     names = ("tokens", "lens", "plens", "temps")
     return Documents(*(np.concatenate([getattr(p, n) for p in parts]) for n in names))
 

@@ -119,18 +119,22 @@ def test_perfect_copy_is_learnt_exactly():
 
 
 def test_one_document_is_overfitted_and_generation_agrees(toy_llama, shard, tmp_path):
-    """B204, B205: what replay promises is what generating delivers."""
-    t = trainer(toy_llama, shard, tmp_path, rows_per_step=1, row_tokens=48, max_steps=250, lr=5e-3, log_seconds=1e9)
+    """B204, B205: what replay promises is what generating delivers. Block 8: more than 7.5 of 8."""
+    eight = DRAFTER | {"block_size": 8, "dtype": "float32"}
+    t = trainer(
+        toy_llama, shard, tmp_path, rows_per_step=1, row_tokens=48, anchors_per_row=40, max_steps=300, lr=1e-2,
+        log_seconds=1e9, drafter=eight,
+    )  # fmt: skip
     t.documents = t.documents.select(np.argmax(t.documents.lens)[None])
     t.batches, t.validation = t._batches(t.drafter.config), t.documents
     result = t.run()
-    assert result.rounds > 3.5
     saved = dflash2.DFlash2Drafter.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
     document = t.documents.document(0).tolist()
     prompt = torch.tensor([document[: int(t.documents.plens[0])]])
     out = dflash2.generate(toy_llama, saved, prompt, max_new_tokens=36)
     assert out.sequences[0].tolist() == document
-    assert np.mean(out.acceptance_lengths[0]) == pytest.approx(result.rounds, abs=0.35)  # bf16 weights on disk
+    assert result.by_row == [1.0] * 7
+    assert np.mean(out.acceptance_lengths[0][:-1]) > 7.5
 
 
 def test_a_killed_run_goes_on_bit_for_bit(toy_llama, shard, tmp_path):
