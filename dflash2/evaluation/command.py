@@ -50,8 +50,6 @@ def add_commands(commands: Any) -> None:
                          help="folder, hub id or name; may be repeated (default: the packaged one)")  # fmt: skip
     measure.add_argument("--target", help="where a target is needed (default: the trace's, else the embedded one)")
     measure.add_argument("--widest-only", action="store_true", help="only rounds of as many drafts as the block has")
-    measure.add_argument("--rounds-only", action="store_true",
-                         help="draft where rounds begin, not at every position: less work, greedy traces")  # fmt: skip
     measure.add_argument("--costs", help="for speeds: a file of what rounds cost, or the word measure")
     measure.add_argument("--live-check", type=int, default=0, metavar="N",
                          help="decode N of the prompts with drafts, and compare every round")  # fmt: skip
@@ -135,10 +133,10 @@ def _named(drafters: list[str] | None) -> dict[str, str]:
 
 
 def _live(args: argparse.Namespace) -> int:
-    replay_only = {"--trace": args.trace, "--costs": args.costs, "--live-check": args.live_check}
-    replay_only |= {"--rounds-only": args.rounds_only, "--widest-only": args.widest_only}
-    if given := [name for name, value in replay_only.items() if value]:
-        raise ConfigError(f"--live generates and takes no {', '.join(given)}. Leave them out.")
+    given = [name for name in ("trace", "costs", "live_check", "widest_only") if getattr(args, name)]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"--live generates and takes no {flags}. Leave them out.")
     if args.prompts is None or len(args.drafter or [""]) != 1:
         raise ConfigError("--live takes --prompts and one --drafter.")
     from dflash2.evaluation.acceptance import live_report

@@ -29,14 +29,12 @@ class Replayed:
         about: of each document its ``dataset``, ``domain``, ``id`` and ``temperature``.
         lengths: tokens of every round of every document at the widest; empty lists for sampled documents.
         seconds: wall clock, reading the shards included.
-        every_position: whether drafts were made at every position, or only where rounds begin.
     """
 
     tallies: dict[int, Tally]
     about: list[dict[str, Any]]
     lengths: list[list[int]]
     seconds: float
-    every_position: bool
 
     @property
     def widest(self) -> int:
@@ -44,16 +42,13 @@ class Replayed:
         return max(self.tallies)
 
 
-def replay_trace(
-    trace: Trace, drafter: DFlash2Drafter, widths: Sequence[int] | None = None, every_position: bool = True
-) -> Replayed:
+def replay_trace(trace: Trace, drafter: DFlash2Drafter, widths: Sequence[int] | None = None) -> Replayed:
     """Replay a drafter over all documents of a trace.
 
     Args:
         trace: what a target did.
         drafter: for that target, on its device. If it is not bound yet, the trace's tables are bound.
         widths: numbers of drafts per round; by default the widest only.
-        every_position: see `draft_odds`.
 
     Raises:
         ConfigError: the drafter does not fit the trace.
@@ -72,7 +67,7 @@ def replay_trace(
     for shard in trace.shards():
         anchors = anchors_of(shard, trace.max_new_tokens)
         taps = choose_layers(shard.taps, trace.columns(c), len(trace.layer_ids))
-        odds = draft_odds(drafter, shard, taps, tables.head, anchors, widths, every_position)
+        odds = draft_odds(drafter, shard, taps, tables.head, anchors, widths)
         for k in widths:
             tallies[k].append(tally(odds[k], anchors))
         heat = shard.temperatures.tolist()
@@ -82,7 +77,7 @@ def replay_trace(
     if drafter.device.type == "cuda":
         torch.cuda.synchronize()
     joined = {k: Tally.join(parts) for k, parts in tallies.items()}
-    return Replayed(joined, about, lengths, time.perf_counter() - began, every_position)
+    return Replayed(joined, about, lengths, time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,7 @@ def rows(runs: Mapping[str, Replayed], costs: Mapping[str, Mapping[int, float]] 
             if costs is not None and group == "all":
                 add(0, "tokens_per_s", Sample.constant(1 / costs[run][0], len(members)))
             widest = replayed.tallies[replayed.widest]
-            for metric, position, sample in _of_drafts(widest, members, weights, replayed.every_position):
+            for metric, position, sample in _of_drafts(widest, members, weights):
                 add(replayed.widest, metric, sample, position)
             own = _of_rounds(widest, members, weights)["acceptance_length"]
             if reference is not None:
@@ -175,7 +170,6 @@ def _of_rounds(t: Tally, members: np.ndarray, weights: np.ndarray) -> dict[str, 
     with np.errstate(invalid="ignore", divide="ignore"):
         per_prompt = (t.tokens / t.rounds)[members]
         unary = (t.tokens / t.unary_rounds)[members]
-    per_prompt[t.tokens[members] == 0] = unary[t.tokens[members] == 0] = np.nan
     return {
         "acceptance_length": Sample.mean(per_prompt, weights),
         "acceptance_length_over_rounds": _yield(t, members, weights),
@@ -189,12 +183,9 @@ def _yield(t: Tally, members: np.ndarray, weights: np.ndarray) -> Sample:
     return Sample.ratio(t.tokens[members], t.rounds[members], weights)
 
 
-def _of_drafts(
-    t: Tally, members: np.ndarray, weights: np.ndarray, every_position: bool
-) -> Iterator[tuple[str, int, Sample]]:
-    if every_position:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            yield "acceptance_length_every_position", 0, Sample.mean((t.yielded / t.anchors)[members], weights)
+def _of_drafts(t: Tally, members: np.ndarray, weights: np.ndarray) -> Iterator[tuple[str, int, Sample]]:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        yield "acceptance_length_every_position", 0, Sample.mean((t.yielded / t.anchors)[members], weights)
     rates = {
         "conditional_acceptance": (t.kept, t.reached),
         "recall": (t.found, t.reached),

@@ -49,9 +49,7 @@ class LiveCheck:
     differences: list[dict[str, Any]]
 
 
-def live_check(
-    target: Any, drafter: DFlash2Drafter, trace: Trace, prompts: int, every_position: bool = True
-) -> LiveCheck:
+def live_check(target: Any, drafter: DFlash2Drafter, trace: Trace, prompts: int) -> LiveCheck:
     """Decode again what a trace recorded. Greedy documents only, spread over the trace.
 
     Documents are decoded one by one: in a batch, how the last block before the end of the budget is shortened depends
@@ -62,12 +60,11 @@ def live_check(
         drafter: bound to the trace's tables or the target's.
         trace: greedy, of prompts.
         prompts: how many at most.
-        every_position: see `replay_trace`.
 
     Raises:
         ConfigError: the trace has no greedy document, or was not decoded from prompts.
     """
-    replayed = replay_trace(trace, drafter, every_position=every_position)
+    replayed = replay_trace(trace, drafter)
     documents = [
         (shard.tokens[a : a + n], int(p))
         for shard in trace.shards()

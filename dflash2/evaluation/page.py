@@ -24,7 +24,7 @@ h1{font-size:24px;margin:0 0 4px}h2{font-size:16px;margin:0 0 2px}p{margin:0 0 1
 .soft{color:var(--soft);font-size:13.5px}
 .cards,.charts{display:grid;gap:16px;margin:20px 0}
 .cards{grid-template-columns:repeat(auto-fit,minmax(min(100%,250px),1fr))}
-.charts{grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr));align-items:start}
+.charts{grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));align-items:start}
 .card{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 16px}
 .big{font-size:34px;font-weight:650;line-height:1.15;font-variant-numeric:tabular-nums}
 .key{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
@@ -127,7 +127,7 @@ def _charts(runs: Sequence[str], report: Mapping[str, Any], rows: Sequence[Row])
         _by_drafts(runs, report, rows, "acceptance_length", "acceptance_length_unary"),
     )  # fmt: skip
     if _pick(rows, metric="tokens_per_s"):
-        yield _chart("Speed by number of drafts", f"tokens/s; costs: {report['costs']['source']}",
+        yield _chart("Speed by number of drafts", f"tokens/s, 0 is plain decoding; costs: {report['costs']['source']}",
                      _by_drafts(runs, report, rows, "tokens_per_s", None))  # fmt: skip
     notes = {
         "conditional_acceptance": ("Acceptance by position", "share of drafts that stand when all before them stood"),
@@ -172,9 +172,9 @@ def _by_drafts(
     for i, run in enumerate(runs):
         kinds = [(metric, False)] + ([(other, True)] if other and report["runs"][run]["selector_top_k"] else [])
         for name, dashed in kinds:
-            there = [_point(r, r.drafts) for r in _pick(rows, run=run, group="all", metric=name)]
-            found.append(Line(there, i, dashed))
-    return lines(found, title=metric, x_label="drafts per round, at most", y_from=1 if other else None)
+            there = sorted(_pick(rows, run=run, group="all", metric=name), key=lambda r: r.drafts)
+            found.append(Line([_point(r, r.drafts) for r in there], i, dashed))
+    return lines(found, title=metric, x_label="drafts per round, at most", y_from=1 if other else 0)
 
 
 def _chart(title: str, note: str, svg: str) -> str:

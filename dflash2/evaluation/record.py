@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from dflash2.decoding import PREFILL_TOKENS
 from dflash2.errors import ConfigError
 from dflash2.evaluation.trace import Shard, Trace, TraceWriter
-from dflash2.generation import PREFILL_TOKENS
 from dflash2.lm_head import DenseLMHead, as_lm_head
 from dflash2.proposal import Proposal
 from dflash2.provenance import provenance

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from dflash2.drafter import DFlash2Drafter
-from dflash2.errors import ConfigError
 from dflash2.evaluation.trace import Shard
 from dflash2.lm_head import DenseLMHead
 from dflash2.ops.context_rows import context_rows
@@ -108,9 +107,8 @@ def draft_odds(
     target_head: DenseLMHead,
     anchors: Anchors,
     widths: Sequence[int],
-    every_position: bool = True,
 ) -> dict[int, Odds]:
-    """Draft from every anchor, or only from those where rounds begin.
+    """Draft from every anchor.
 
     Args:
         drafter: bound to the target's tables.
@@ -119,21 +117,12 @@ def draft_odds(
         target_head: what the target decides by (drafts may be picked by another, say an int8 copy).
         anchors: of the shard.
         widths: numbers of drafts per round, each from 1 to block_size - 1.
-        every_position: False leaves the odds of anchors at which no round begins, with or without selector, at 0:
-            less work by the acceptance length. Greedy documents only.
 
     Returns:
         For each width the odds of rounds of at most so many drafts. Where the budget makes a block shorter, they are
         those of the shorter block: its rows see one another, so that they are not those of a longer one cut.
-
-    Raises:
-        ConfigError: sampled documents and ``every_position`` False: there a round may begin anywhere.
     """
     replay = _Replay(drafter, shard, taps, target_head)
-    if not every_position:
-        if bool((shard.temperatures > 0).any()):
-            raise ConfigError("sampled documents: a round may begin anywhere, so every position must be replayed.")
-        return {k: Odds(*_follow(replay, anchors, k)) for k in widths}
     made = {}
     for k in range(1, max(widths) + 1):
         wanted = anchors.left - 1 >= k if k in widths else anchors.left - 1 == k
@@ -148,21 +137,6 @@ def _assemble(made: dict[int, np.ndarray], width: np.ndarray, k: int) -> Odds:
     for w in range(1, k + 1):
         out[:, width == w, :w] = made[w][:, width == w]
     return Odds(*out)
-
-
-def _follow(replay: _Replay, anchors: Anchors, k: int) -> np.ndarray:
-    """``[4, N, k]`` where rounds lead, all documents in step."""
-    out, known = np.zeros((4, len(anchors.token), k), np.float32), np.zeros(len(anchors.token), bool)
-    ends, width = np.cumsum(anchors.counts)[anchors.document], anchors.width(k)
-    todo = (np.cumsum(anchors.counts) - anchors.counts)[anchors.counts > 0]
-    while len(todo):
-        for w in np.unique(width[todo]):
-            replay.fill(out, anchors, todo[width[todo] == w], int(w))
-        known[todo] = True
-        later = todo + 1 + out[:2, todo].cumprod(-1).sum(-1).astype(np.int64)
-        later = np.unique(later[later < ends[todo]])
-        todo = later[~known[later]]
-    return out
 
 
 class _Rows:

@@ -37,7 +37,6 @@ def about_drafter(path: str, drafter: DFlash2Drafter, replayed: Replayed) -> dic
         "linears": "int8" if has_int8_linears(drafter) else dtype,
         "head": "int8" if isinstance(drafter._head[0], Int8LMHead) else dtype,
         "replay_s": round(replayed.seconds, 3),
-        "every_position": replayed.every_position,
     }
 
 

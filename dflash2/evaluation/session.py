@@ -58,12 +58,12 @@ def evaluate(args: Namespace, drafters: Mapping[str, str]) -> tuple[dict[str, An
         drafter = _load(path, trace, device, dtype, args)
         most = drafter.config.max_draft_tokens
         widths = [most] if args.widest_only else list(range(1, most + 1))
-        runs[name] = replay_trace(trace, drafter, widths, every_position=not args.rounds_only)
+        runs[name] = replay_trace(trace, drafter, widths)
         about[name] = about_drafter(path, drafter, runs[name])
         if costs is not None:
             costs[name] = _costs(args, target, drafter, trace)
         if args.live_check:
-            checks[name] = live_check(target, drafter, trace, args.live_check, not args.rounds_only)
+            checks[name] = live_check(target, drafter, trace, args.live_check)
     source = "measured here, one prompt at a time" if args.costs == "measure" else f"file {Path(args.costs or '').name}"
     report, table = make_report(trace, runs, about, device, costs, source, checks)
     write_report(args.out, report, table)

@@ -77,7 +77,7 @@ def lines(
     low = min(p.low for p in points) if y_from is None else y_from
     marks = ticks(low, max(p.high for p in points) if y_to is None else y_to)
     x_low, x_high = xs[0], max(xs[-1], xs[0] + 1)
-    pad = 0.04 * (x_high - x_low)
+    pad = 0.25 * (x_high - x_low) / max(len(xs) - 1, 1)
 
     def at(x: float, y: float) -> tuple[float, float]:
         across = (x - x_low + pad) / (x_high - x_low + 2 * pad)

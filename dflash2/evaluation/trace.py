@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -170,8 +171,8 @@ class Trace:
         """What was measured while each shard was made."""
         found = []
         for path in self._paths:
-            with safe_open(path, "pt") as file:
-                found.append(json.loads(file.metadata()["found"]))
+            with _open(path, self.key) as (_, details):
+                found.append(json.loads(details["found"]))
         return found
 
     def check_fit(self, c: DFlash2Config) -> None:
@@ -229,18 +230,25 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _load(path: Path, key: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+@contextmanager
+def _open(path: Path, key: str) -> Iterator[tuple[Any, dict[str, str]]]:
+    """A file of the trace with this key, and what is written in its head."""
     try:
         with safe_open(path, "pt") as file:
             details = file.metadata() or {}
             if details.get("trace") != key:
                 raise CheckpointError(f"{path} is not of this trace. Delete it and run `dflash2 trace` again.")
-            return {name: file.get_tensor(name) for name in file.keys()}, details  # noqa: SIM118 - no mapping
+            yield file, details
     except (SafetensorError, OSError) as e:
         raise CheckpointError(
             f"{path} cannot be read, it is truncated or no part of a trace ({e}). Delete it and run `dflash2 trace` "
             "again."
         ) from e
+
+
+def _load(path: Path, key: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with _open(path, key) as (file, details):
+        return {name: file.get_tensor(name) for name in file.keys()}, details  # noqa: SIM118 - no mapping
 
 
 def _save(path: Path, tensors: dict[str, Tensor], details: dict[str, str]) -> None:

@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from dflash2.cli import main
 from dflash2.errors import ConfigError
-from dflash2.evaluation.acceptance import MIN_PROMPTS, main, summarise
+from dflash2.evaluation.acceptance import summarise
+from dflash2.evaluation.definition import MIN_PROMPTS
 from dflash2.prompts import read_prompts
 
 
@@ -76,13 +78,14 @@ def test_prompt_file(tmp_path):
     ids=str,
 )
 def test_the_report_says_what_was_measured(flags, linears, head, pair, tmp_path):
-    prompts, out = tmp_path / "p.jsonl", tmp_path / "eval.json"
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out"
     prompts.write_text("".join(json.dumps({"turns": [f"w{i} w3 w{2 * i}"]}) + "\n" for i in range(7)))
-    main([
-        "--target", pair[0], "--drafter", pair[1], "--prompts", f"words={prompts}", "--out", str(out),
+    code = main([
+        "eval", "--live", "--target", pair[0], "--drafter", pair[1], "--prompts", f"words={prompts}", "--out", str(out),
         "--max-new-tokens", "20", "--limit", "6", "--device", "cpu", *flags,
     ])  # fmt: skip
-    report = json.loads(out.read_text())
+    assert code == 0
+    report = json.loads((out / "live.json").read_text())
     settings, details = report["settings"], report["details"]["words"]
     assert (settings["drafter_linears"], settings["draft_head"]) == (linears, head)
     assert settings["dtype"] == settings["target_head"] == ("bfloat16" if "--dtype" in flags else "float32")
@@ -91,4 +94,4 @@ def test_the_report_says_what_was_measured(flags, linears, head, pair, tmp_path)
     assert report["acceptance_length"]["words"] == details["acceptance_length"] >= 1
     assert list(details["by_context"]) == ["0-127"]
     assert details["by_context"]["0-127"]["rounds"] == details["rounds"]
-    assert report["provenance"]["target"] == "target"
+    assert report["target"] == "target"
