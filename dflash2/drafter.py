@@ -90,8 +90,8 @@ class DFlash2Drafter(DraftNetwork):
         """Make the large linears int8, one scale per output row, in place: half the bytes that a `propose` reads.
 
         Activations, norms, convolution taps and the selector keep their dtype. The target verifies, so this changes
-        acceptance only (``python -m dflash2.evaluation.acceptance --drafter-int8`` measures it). It cannot be saved or
-        undone: load the checkpoint again.
+        acceptance only (``dflash2 eval --drafter-int8`` measures it). It cannot be saved or undone: load the checkpoint
+        again.
 
         Returns:
             self.

@@ -143,7 +143,7 @@ def _live(args: argparse.Namespace) -> int:
     from dflash2.evaluation.sources import load_sets
     from dflash2.loading import load_pair
 
-    sets, origin = load_sets(args.prompts, args.limit)
+    sets, sources = load_sets(args.prompts, args.limit)
     (drafter_path,) = _named(args.drafter).values()
     target_name = args.target or EMBEDDED_TARGET
     target, tokenizer, drafter = load_pair(
@@ -151,7 +151,7 @@ def _live(args: argparse.Namespace) -> int:
         int8_linears=args.drafter_int8, draft_int8_head=args.draft_int8_head,
     )  # fmt: skip
     names = ("max_new_tokens", "batch_size", "num_draft_tokens", "temperature", "seed")
-    origin = {"prompts": origin, "target": Path(target_name).name, "drafter": Path(drafter_path).name}
+    origin = {"prompts": sources, "target": Path(target_name).name, "drafter": Path(drafter_path).name}
     report = live_report(target, tokenizer, drafter, sets, origin, **{name: getattr(args, name) for name in names})
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "live.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -164,8 +164,8 @@ class Trace:
             missing = {"tokens", "lengths", "prompt_lengths", "temperatures", "taps"} - tensors.keys()
             if missing or int(tensors["lengths"].sum()) != len(tensors["tokens"]):
                 raise CheckpointError(f"{path} is no shard of a trace (it lacks {sorted(missing)}). Trace again.")
-            tensors["tokens"] = tensors["tokens"].long()
-            yield Shard(**{"states": None, **tensors}, about=json.loads(details["about"]))
+            states, tokens = tensors.pop("states", None), tensors.pop("tokens").long()
+            yield Shard(tokens=tokens, states=states, about=json.loads(details["about"]), **tensors)
 
     def found(self) -> list[dict[str, Any]]:
         """What was measured while each shard was made."""
