@@ -99,7 +99,7 @@ def _before(
     if conv is None:
         return x, None
     delta = _linear(x, conv.kernel_projection, backend=backend)
-    return block_conv(x, conv.base_kernel[0], delta, n, int16=int16, backend=backend)
+    return block_conv(x, conv.base_kernel[0], delta, n, int16=int16, settled=True, backend=backend)
 
 
 def _after(
@@ -107,7 +107,7 @@ def _after(
     finite: Tensor | None, backend: Backend,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     base = None if conv is None else conv.base_kernel[1]
-    return residual_norm(h, a, bias, base, delta, norm.weight, norm.eps, n, finite, backend=backend)
+    return residual_norm(h, a, bias, base, delta, norm.weight, norm.eps, n, finite, settled=True, backend=backend)
 
 
 def _linear(x: Tensor | Int16Rows, *linears: Any, backend: Backend) -> Tensor:

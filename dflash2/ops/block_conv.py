@@ -12,8 +12,9 @@ __all__ = ["block_conv", "block_conv_reference"]
 
 
 def block_conv(
-    x: Tensor, base: Tensor, delta: Tensor, block_rows: int, *, int16: bool = False, backend: Backend = "auto"
-) -> tuple[Tensor | Int16Rows, Tensor]:
+    x: Tensor, base: Tensor, delta: Tensor, block_rows: int, *, int16: bool = False, settled: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor | Int16Rows, Tensor]:  # fmt: skip
     """Convolve the rows of blocks, and round the coefficients that the convolution after the sublayer will use.
 
     Args:
@@ -22,6 +23,7 @@ def block_conv(
         delta: ``[S, N, 2*K*H/G]`` from `block_linear`: both sides' coefficients, this one's first.
         block_rows: n, rows of a block.
         int16: return the rows as `Int16Rows`; H is a multiple of its group.
+        settled: of ``base``, as in `block_linear`.
         backend: ``"auto"`` (the kernel on a GPU), ``"torch"`` or ``"triton"``.
 
     Returns:
@@ -35,7 +37,7 @@ def block_conv(
         return int16_rows(y) if int16 else y, after
     from dflash2.kernels import block_conv as kernel
 
-    y, scale, after = kernel.block_conv(x, base, delta, block_rows, int16)
+    y, scale, after = kernel.block_conv(x, base, delta, block_rows, int16, settled)
     return y if scale is None else Int16Rows(y, scale, x.dtype), after
 
 

@@ -17,7 +17,7 @@ __all__ = ["residual_norm", "residual_norm_reference", "rms_norm"]
 
 def residual_norm(
     h: Tensor, a: Tensor, bias: Tensor | None, base: Tensor | None, delta: Tensor | None, weight: Tensor, eps: float,
-    block_rows: int, finite: Tensor | None = None, *, backend: Backend = "auto",
+    block_rows: int, finite: Tensor | None = None, *, settled: bool = False, backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add a sublayer's convolved output to the residual stream, and norm it.
 
@@ -32,6 +32,7 @@ def residual_norm(
         block_rows: n, rows of a block; nothing crosses into another block.
         finite: bool ``[N/n]`` for the last norm of the network: set to False where a block holds NaN or infinity, else
             left as it is. Then rows 1.. of each block are normed alone, and h' is not written.
+        settled: of ``base`` and ``weight``, as in `block_linear`.
 
     Returns:
         h' and x, each ``[N, H]`` in h's dtype; with ``finite`` h itself and x ``[N - N/n, H]``.
@@ -43,7 +44,7 @@ def residual_norm(
         return residual_norm_reference(h, a, bias, base, delta, weight, eps, block_rows, finite)
     from dflash2.kernels import residual_norm as kernel
 
-    return kernel.residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite)
+    return kernel.residual_norm(h, a, bias, base, delta, weight, eps, block_rows, finite, settled)
 
 
 def residual_norm_reference(
