@@ -13,7 +13,7 @@ from test_verification import assert_follows, transformers_warp
 from tiny import FULL, SLIDING, tiny_config
 from torch import Tensor, nn
 
-from dflash2 import ConfigError, DFlash2Drafter, Int8LMHead, Proposal, generate, generation
+from dflash2 import ConfigError, DFlash2Drafter, Int8LMHead, Proposal, decoding, generate, generation
 from dflash2.target import decoder_layers
 from dflash2.width import AutoWidth
 
@@ -426,7 +426,7 @@ def test_any_sequence_of_widths_on_a_gpu(family, monkeypatch):
 @pytest.mark.parametrize("waiting", [1, 3, 64])
 def test_context_of_rounds_without_drafts_comes_later(waiting, monkeypatch):
     """Row by row what a round with drafts appends, however many rounds wait."""
-    monkeypatch.setattr(generation, "WAITING_ROUNDS", waiting)
+    monkeypatch.setattr(decoding, "WAITING_ROUNDS", waiting)
     lengths = RAGGED[3]
     ids, mask = batch(lengths)
     rows: list[dict[tuple[int, int], Tensor]] = []
@@ -465,7 +465,7 @@ def test_auto_follows_what_stands(stands, monkeypatch):
         return forward(*a, **kw)
 
     monkeypatch.setattr(model, "forward", timed)
-    monkeypatch.setattr(generation.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(decoding.time, "perf_counter", lambda: now)
     Script(monkeypatch, made, "qwen3", lengths, lambda row: stands)
     ids, mask = batch(lengths)
     for _ in range(2):
@@ -530,7 +530,7 @@ def test_training_goes_on_after_generating():
 @pytest.mark.parametrize("chunk", [1, 4, 7])
 def test_prompts_in_chunks(family, chunk, monkeypatch):
     """Rows that are all padding in the first chunks, windows shorter than a chunk (B10, B11)."""
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", chunk)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", chunk)
     lengths = [2, 23, 9]
     ids, mask = batch(lengths, "right")
     made = drafter(sliding_window=12)
@@ -558,7 +558,7 @@ def test_taps_are_the_outputs_of_the_layers(family, monkeypatch):
 
     monkeypatch.setattr(made, "append", watched)
     ids, mask = batch(lengths)
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 5)
     out = generate(model, made, ids, mask, max_new_tokens=12)
     for row, n in enumerate(lengths):
         text = torch.cat((prompt(row, n), out.sequences[row, ids.shape[1] :]))[:-1]

@@ -25,6 +25,7 @@ LAYERS = {
     "dflash2.kernels": 0,
     "dflash2.rope": 0,
     "dflash2.ops": 1,
+    "dflash2.decoding": 3,
     "dflash2.generation": 3,
     "dflash2.adapters": 4,
     "dflash2.bench": 4,
@@ -39,6 +40,7 @@ LAYERS = {
 MUST_NOT_KNOW = {
     "dflash2.config": ("torch",),
     "dflash2.drafter": ("transformers",),
+    "dflash2.decoding": ("dflash2.kernels",),
     "dflash2.generation": ("dflash2.kernels",),
     "dflash2.kernels": ("dflash2",),
     "dflash2.verification": ("dflash2.drafter", "dflash2.window_kv"),
