@@ -7,7 +7,7 @@ import pytest
 
 from dflash2.errors import ConfigError
 from dflash2.prompt_sets import PROMPT_SETS
-from dflash2.prompts import load_prompts, read_prompts
+from dflash2.prompts import all_prompt_ids, load_prompts, prompt_ids, read_prompts
 
 
 @pytest.fixture
@@ -185,3 +185,19 @@ def test_a_real_folder_through_datasets(tmp_path, monkeypatch):
     assert [p["turns"] for p in load_prompts(f"hub:{tmp_path}/set")] == [["a"], ["b"]]
     with pytest.raises(ConfigError, match='split test.*Unknown split "test"'):
         load_prompts(f"hub:{tmp_path}/set:test")
+
+
+def test_many_prompts_are_those_of_each(pair):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pair[0])
+    prompts = [{"turns": ["w1 w2", "w9"], "system": "w3"}, {"turns": ["w4"]}]
+    assert all_prompt_ids(tokenizer, prompts) == [tokenizer(p["turns"][0])["input_ids"] for p in prompts]
+    tokenizer.chat_template = "{% for m in messages %}<unk> {{ m.content }} {% endfor %}<pad>"
+    expected = [[0, 7, 0, 5, 6, 1], [0, 8, 1]]
+    assert all_prompt_ids(tokenizer, prompts) == expected
+    assert [prompt_ids(tokenizer, p["turns"][0], p.get("system")) for p in prompts] == expected
+    assert all_prompt_ids(tokenizer, prompts, raw=True) == [[5, 6], [8]]
+    assert all_prompt_ids(tokenizer, []) == []
+    with pytest.raises(ConfigError, match="has no tokens"):
+        all_prompt_ids(tokenizer, [{"turns": [""]}], raw=True)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dflash2.errors import ConfigError
-from dflash2.prompts import prompt_ids
+from dflash2.prompts import all_prompt_ids
 
 __all__ = ["Answer", "Decoder", "Request", "make_requests"]
 
@@ -73,7 +73,7 @@ def make_requests(
     kept = [unique[key] for key in reversed(unique)]
     drawn = rng.choice(values, len(kept), p=shares / shares.sum())
     seeds = rng.integers(-(2**63), 2**63, len(kept), dtype=np.int64)
-    ids = [prompt_ids(tokenizer, p["turns"][0], p.get("system")) for p in kept]
+    ids = all_prompt_ids(tokenizer, kept)
     made = [Request(ids[i], float(drawn[i]), int(seeds[i])) for i in rng.permutation(len(kept))]
     short = [r for r in made if len(r.prompt) <= max_prompt]
     if not short:

@@ -177,8 +177,8 @@ class Words:
 
     chat_template = None
 
-    def __call__(self, text):
-        return {"input_ids": [int(w) for w in text.split()]}
+    def __call__(self, texts):
+        return {"input_ids": [[int(w) for w in text.split()] for text in texts]}
 
 
 def test_requests_are_drawn_once_each():
