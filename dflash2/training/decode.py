@@ -93,7 +93,7 @@ class LlamaDecoder:
                 f"a prompt of {len(queue[0].prompt)} tokens and an answer of up to {self.budget} do not fit into "
                 f"max_tokens={self.max_tokens}. Raise it, or leave the prompt out."
             )
-        free, running = list(range(self.rows)), dict[int, Request]()
+        free, running, ready = list(range(self.rows)), dict[int, Request](), list[Answer]()
         while (queue or running) and time.monotonic() < deadline:
             if queue and (len(free) >= self.rows * REFILL or not running):
                 slots = [free.pop() for _ in range(min(len(free), len(queue)))]
@@ -101,16 +101,17 @@ class LlamaDecoder:
                 running.update(zip(slots, taken, strict=True))
                 self.start(slots, taken)
             self.steps(STRIDE, list(running))
+            yield from ready  # the device works meanwhile
             done = self.done.tolist()
             ended = [slot for slot in running if done[slot]]
-            yield from self._take(ended, running)
+            ready = self._take(ended, running)
             free += ended
+        yield from ready
 
-    def _take(self, ended: list[int], running: dict[int, Request]) -> Iterator[Answer]:
+    def _take(self, ended: list[int], running: dict[int, Request]) -> list[Answer]:
         index = torch.tensor(ended, dtype=torch.int64, device=self.done.device)
         counts, texts = self.written[index].tolist(), self.answers[index].tolist()
-        for slot, text, count in zip(ended, texts, counts, strict=True):
-            yield Answer(running.pop(slot), text[:count])
+        return [Answer(running.pop(s), t[:n]) for s, t, n in zip(ended, texts, counts, strict=True)]
 
     @torch.no_grad()
     def start(self, slots: Sequence[int], taken: Sequence[Request]) -> None:
