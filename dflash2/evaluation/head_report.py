@@ -65,7 +65,7 @@ class HeadReport:
 
 def default_texts() -> list[Path]:
     """English and code that travel with the package: a model card and a module."""
-    return [checkpoint_path(DEFAULT_DRAFTER) / "README.md", Path(dflash2.__file__).parent / "generation.py"]
+    return [checkpoint_path(DEFAULT_DRAFTER) / "README.md", Path(dflash2.__file__).parent / "decoding.py"]
 
 
 def read_texts(paths: Sequence[Path]) -> list[dict[str, Any]]:
