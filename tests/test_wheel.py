@@ -78,7 +78,7 @@ def test_wheel_holds_each_file_once(wheel):
     }
     expected |= {str(p.relative_to(ROOT)) for p in (ROOT / "dflash2").rglob("*.py")}
     assert expected <= set(names)
-    assert "dflash2/py.typed" in names
+    assert {"dflash2/py.typed", "dflash2/builtin_prompts.jsonl"} <= set(names)
     assert len(names) == len(set(names))
     assert all(name.startswith(("dflash2/", "dflash2-")) for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)

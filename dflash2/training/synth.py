@@ -42,7 +42,7 @@ def synth(options: SynthOptions) -> list[Path]:
         The shards that are there now, complete or cut by ``max_seconds``.
 
     Raises:
-        ConfigError: the prompts are none, or the folder holds shards of another run.
+        ConfigError: the prompts are none or too long, or the folder holds shards of another run.
         CheckpointError: the target cannot be loaded.
     """
     o, started = options, time.monotonic()
@@ -53,6 +53,8 @@ def synth(options: SynthOptions) -> list[Path]:
     o.out.mkdir(parents=True, exist_ok=True)
     prompts = _prompts(o, model, tokenizer, stops, deadline)
     todo = make_requests(tokenizer, prompts, temperatures=o.temperatures, max_prompt=o.max_prompt, seed=o.seed)
+    longest = max(len(r.prompt) for r in todo)
+    _check_room(model, longest, o.max_new_tokens)
     size = o.shard or SHARD_REQUESTS.get(device.type, SHARD_REQUESTS_ELSEWHERE)
     run = {**_settings(o, prompts), "requests_per_shard": size}
     parts = [todo[i : i + size] for i in range(0, len(todo), size)]
@@ -60,7 +62,7 @@ def synth(options: SynthOptions) -> list[Path]:
     waiting = [i for i, path in enumerate(paths) if not _finished(path, run)]
     print(f"{len(todo)} requests from {len(prompts)} prompts; {len(waiting)} of {len(parts)} shards to do", flush=True)
     if waiting:
-        decoder = _decoder(o, model, max(len(r.prompt) for r in todo), o.max_new_tokens, stops)
+        decoder = _decoder(o, model, longest, o.max_new_tokens, stops)
         with tqdm(total=sum(len(parts[i]) for i in waiting), unit="doc", disable=None if o.progress else True) as bar:
             for i in waiting:
                 if time.monotonic() < deadline:
@@ -90,6 +92,7 @@ def write_shard(path: Path, answers: Sequence[Answer], origin: Mapping[str, Any]
     try:
         np.savez_compressed(data, **arrays)
         text.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+        path.unlink(missing_ok=True)  # of a run that was cut: never a shard beside what is said of another
         os.replace(text, path.with_suffix(".json"))
         os.replace(data, path)
     finally:  # a disk that is full
@@ -108,6 +111,15 @@ def _prompts(
         decoder = _decoder(o, model, len(open_turn(tokenizer)), PROMPT_TOKENS, stops)
         write_prompts(decoder, tokenizer, path, o.count, o.seed, run, deadline)
     return read_prompts([path])
+
+
+def _check_room(model: Any, longest: int, budget: int) -> None:
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if room is not None and longest + budget > room:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and an answer of up to {budget} exceed the target's {room} positions. "
+            f"Lower max_new_tokens, or max_prompt to {max(room - budget, 0)}."
+        )
 
 
 def _decoder(o: SynthOptions, model: Any, longest: int, budget: int, stops: tuple[int, ...]) -> Decoder:

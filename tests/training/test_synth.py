@@ -133,6 +133,13 @@ def test_shards_of_another_run_are_refused(options):
         synth(options())
 
 
+def test_answers_must_fit_into_the_positions(options):
+    with pytest.raises(
+        ConfigError, match="a prompt of 2 tokens and an answer of up to 255 exceed the target's 256 pos"
+    ):
+        synth(options(max_new_tokens=255))
+
+
 def test_other_architectures_are_announced(toy_target_folder, prompt_file, tmp_path, capsys):
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
