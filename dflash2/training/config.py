@@ -11,7 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dflash2.config import SLIDING, DFlash2Config, default_target_layer_ids
+from dflash2.config import SLIDING, V1, V2_FIELDS, DFlash2Config, default_target_layer_ids
 from dflash2.errors import ConfigError
 
 __all__ = ["TrainConfig", "config_yaml", "drafter_config", "help_text", "load_config"]
@@ -64,6 +64,8 @@ class TrainConfig:
         clip: bound on the gradients' norm.
         ema: decay of the average that is saved and evaluated; 0 saves the weights themselves.
         init_layers: start the layers from the target's last ones.
+        frozen: parts of parameters' names; those stay as they start. ["conv"] trains without convolutions, which start
+            as the identity; selector_weight=0 trains without the selector, which starts neutral.
         init_from: folder, name or hub id of a drafter of the same configuration to start from instead; empty for none.
         max_steps: end of the run, and of the schedule; 0 for none. This or max_seconds is required.
         max_seconds: the same by the clock, training time only (resumed runs count on); 0 for none. With both, whichever
@@ -112,6 +114,7 @@ class TrainConfig:
     clip: float = 1.0
     ema: float = 0.0
     init_layers: bool = True
+    frozen: list[str] = field(default_factory=list)
     init_from: str = ""
     max_steps: int = 0
     max_seconds: float = 0.0
@@ -187,8 +190,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
         raise ConfigError(f"unknown training settings {unknown}. Known: {sorted(known)}.")
     if missing := sorted(set(REQUIRED) - set(raw)):
         raise ConfigError(f"training settings {missing} are missing. Set them in the file or with --set.")
-    if isinstance(raw["shards"], str):
-        raw["shards"] = [raw["shards"]]
+    for name in ("shards", "frozen"):
+        if isinstance(raw.get(name), str):
+            raw[name] = [raw[name]]
     return TrainConfig(**raw)
 
 
@@ -292,6 +296,8 @@ def drafter_config(target: Any, overrides: dict[str, Any]) -> DFlash2Config:
         "selector_rank": 64,
         "selector_top_k": 16,
     }
+    if overrides.get("architecture") == V1:
+        values |= dict.fromkeys(V2_FIELDS, 0)
     unknown = sorted(set(overrides) - {f.name for f in fields(DFlash2Config)})
     if unknown:
         raise ConfigError(f"drafter: unknown fields {unknown}.")

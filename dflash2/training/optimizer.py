@@ -28,15 +28,16 @@ class MasterAdamW:
     Updates of bf16 weights below their rounding step would vanish; the masters keep them.
 
     Args:
-        network: its parameters become copies of the masters after every step.
+        network: its parameters become copies of the masters after every step; those that need no gradient are left out.
         betas, weight_decay: AdamW; decay on matrices only.
         clip: bound on the gradients' global norm.
         ema: decay of the average of the masters; 0 for none.
     """
 
     def __init__(self, network: nn.Module, *, betas: tuple[float, float], weight_decay: float, clip: float, ema: float):
-        self.names = [n for n, _ in network.named_parameters()]
-        self.working: list[Tensor] = [p for _, p in network.named_parameters()]
+        trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        self.frozen = {name: p for name, p in network.named_parameters() if not p.requires_grad}
+        self.names, self.working = list(trained), list[Tensor](trained.values())
         self.masters = [p.detach().float().clone() for p in self.working]
         self.average = [m.clone() for m in self.masters] if ema else []
         self.clip, self.ema, self.steps = clip, ema, 0
@@ -69,7 +70,8 @@ class MasterAdamW:
 
     def weights(self) -> dict[str, Tensor]:
         """What to save and to evaluate: the average if there is one. Whole, if it is split over processes."""
-        return dict(zip(self.names, map(whole, self.average or self.masters), strict=True))
+        trained = dict(zip(self.names, map(whole, self.average or self.masters), strict=True))
+        return trained | {name: whole(p).float() for name, p in self.frozen.items()}
 
     @torch.no_grad()
     def show(self, averaged: bool) -> None:

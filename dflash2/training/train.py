@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ class Trainer:
         self.drafter.bind_target(target.embedding, target.head)
         self._set_weights()
         self.drafter.to(dtype)
+        _freeze(self.drafter, config.frozen)
         if config.fast:
             from dflash2.training.compiled import compile_modules
 
@@ -300,6 +302,15 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.processes.is_first:
             print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
+def _freeze(drafter: DFlash2Drafter, parts: Sequence[str]) -> None:
+    for part in parts:
+        named = [p for name, p in drafter.named_parameters() if part in name]
+        if not named:
+            raise ConfigError(f"frozen={list(parts)}: no parameter's name contains {part!r}.")
+        for p in named:
+            p.requires_grad_(False)
 
 
 def _check_split(config: TrainConfig, processes: int) -> None:

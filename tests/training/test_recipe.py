@@ -41,10 +41,11 @@ def test_three_commands_make_a_drafter_and_a_report(toy_target_folder, prompts, 
     said = np.concatenate([np.load(shard)["tokens"] for shard in Path("tokens").glob("*.npz")])
     unsaid = min(set(range(61)) - set(said.tolist()))
     toy = [
-        "device=cpu", "dtype=float32", "row_tokens=96", "rows_per_step=2", "anchors_per_row=32", "tile=8", "max_steps=4",
-        f"drafter.mask_token_id={unsaid}", "drafter.num_hidden_layers=2", "drafter.conv_group_size=8", "val_permille=200",
-        "drafter.target_layer_ids=[1,2,4]", "drafter.selector_rank=4", "drafter.selector_top_k=4", "log_seconds=0",
+        "device=cpu", "dtype=float32", "row_tokens=96", "rows_per_step=2", "anchors_per_row=32", "tile=8",
+        "max_steps=4", "drafter.num_hidden_layers=2", "drafter.conv_group_size=8", "drafter.target_layer_ids=[1,2,4]",
+        "drafter.selector_rank=4", "drafter.selector_top_k=4", "val_permille=200", "log_seconds=0",
     ]  # fmt: skip
+    toy.append(f"drafter.mask_token_id={unsaid}")
     assert main([*train, "--set", *toy]) == 0
     assert main(_changed(evaluate, {"--prompts": str(prompts), "--limit": "4", **small})) == 0
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
