@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from dflash2.drafter import DFlash2Drafter
+from dflash2.evaluation.replay import Anchors, Odds
+from dflash2.evaluation.rounds import Tally, tally
 from dflash2.lm_head import as_lm_head
 from dflash2.training.anchors import make_blocks
 from dflash2.training.data import Documents, PackedRows, assign, pack
@@ -84,21 +86,24 @@ def replay(
         row_tokens, rows_per_step, blocks_per_step, tile, chunk: sizes of the passes.
     """
     rows = assign(documents.lens, row_tokens)
-    path: list[np.ndarray] = []
-    unary: list[np.ndarray] = []
+    tallies: list[Tally] = []
     for at in range(0, len(rows), rows_per_step):
         packed = pack(documents, rows[at : at + rows_per_step], row_tokens)
-        if not len(packed.eligible()):
-            continue
-        drafts, best = _drafts(drafter, target, packed, blocks_per_step, tile, chunk)
-        right, right_unary = _matches(packed, drafts), _matches(packed, best)
-        spans = [slice(a, e - 1) for a, e in zip(packed.answer, packed.end, strict=True) if e - 1 > a]
-        path += [right[span] for span in spans]
-        unary += [right_unary[span] for span in spans]
-    walked = [_rounds(m) for m in path]
-    everywhere = float(np.concatenate(path).mean() + 1) if path else 0.0
-    by_row = _by_row(path, walked, drafter.config.max_draft_tokens)
-    return Replay(_mean(walked), everywhere, _mean([_rounds(m) for m in unary]), by_row, len(path))
+        if len(packed.eligible()):
+            drafts = _drafts(drafter, target, packed, blocks_per_step, tile, chunk)
+            tallies.append(_count(packed, *drafts))
+    if not tallies:
+        return Replay(0.0, 0.0, 0.0, [0.0] * drafter.config.max_draft_tokens, 0)
+    t = Tally.join(tallies)
+    there = t.rounds > 0
+    by_row = t.kept.sum(0) / t.reached.sum(0).clip(1)
+    return Replay(
+        rounds=float((t.tokens[there] / t.rounds[there]).mean()),
+        anchors=float(t.yielded.sum() / t.anchors.sum()),
+        unary=float((t.tokens[there] / t.unary_rounds[there]).mean()),
+        by_row=by_row.tolist(),
+        documents=int(there.sum()),
+    )
 
 
 def _drafts(
@@ -120,37 +125,15 @@ def _drafts(
     return drafts, best
 
 
-def _matches(packed: PackedRows, drafts: np.ndarray) -> np.ndarray:
-    """Leading drafts that equal the document, per anchor ``[R*S]``; a document's end stops the count."""
-    flat, owner = packed.tokens.reshape(-1), packed.document.reshape(-1)
-    index = np.arange(len(flat))[:, None] + np.arange(1, drafts.shape[1] + 1)
-    inside = index < len(flat)
-    index = np.minimum(index, len(flat) - 1)
-    inside &= owner[index] == owner[:, None]
-    return ((drafts == flat[index]) & inside).cumprod(1).sum(1)
-
-
-def _mean(walked: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Mean over documents of each one's mean round."""
-    return float(np.mean([produced.mean() for produced, _ in walked])) if walked else 0.0
-
-
-def _rounds(matches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Decoding from the first anchor on: tokens of each round (drafts accepted, and the bonus), and its anchor."""
-    produced, anchors = [], [0]
-    while anchors[-1] < len(matches):
-        # The last round's bonus would lie behind the document's end.
-        produced.append(min(int(matches[anchors[-1]]) + 1, len(matches) - anchors[-1]))
-        anchors.append(anchors[-1] + produced[-1])
-    return np.array(produced), np.array(anchors[:-1])
-
-
-def _by_row(matches: list[np.ndarray], walked: list[tuple[np.ndarray, np.ndarray]], drafts: int) -> list[float]:
-    """Share of rounds that accept draft i, of those that accepted all before it and whose document goes on that far."""
-    kept, reached = np.zeros(drafts), np.zeros(drafts)
-    for m, (_, anchors) in zip(matches, walked, strict=True):
-        for i in range(drafts):
-            there = (m[anchors] >= i) & (len(m) - anchors > i)
-            reached[i] += there.sum()
-            kept[i] += (there & (m[anchors] > i)).sum()
-    return [float(k / max(r, 1)) for k, r in zip(kept, reached, strict=True)]
+def _count(packed: PackedRows, drafts: np.ndarray, best: np.ndarray) -> Tally:
+    """The rounds of packed documents, from what each position would draft; both ``[R*S, B-1]``."""
+    counts = np.maximum(packed.end - packed.answer - 1, 0)
+    token, document = packed.eligible(), np.repeat(np.arange(len(counts)), counts)
+    after = packed.end[document] - 1 - token
+    # No budget is known to have cut these documents, so no block is shortened.
+    anchors = Anchors(document, token, packed.positions.reshape(-1)[token], after, np.full_like(token, 2**31), counts)
+    step = np.arange(1, drafts.shape[1] + 1)
+    flat, inside = packed.tokens.reshape(-1), step <= after[:, None]
+    truth = flat[np.minimum(token[:, None] + step, len(flat) - 1)]
+    path, unary = (((x[token] == truth) & inside).astype(np.float32) for x in (drafts, best))
+    return tally(Odds(path, unary, found=path, overlap=path), anchors)

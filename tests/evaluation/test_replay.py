@@ -16,11 +16,14 @@ from tiny import FULL, SLIDING
 import dflash2
 from dflash2.evaluation.evaluate import replay_trace
 from dflash2.evaluation.live_check import live_check
-from dflash2.evaluation.record import Question, answer, record_answers
+from dflash2.evaluation.record import Document, Question, answer, record_answers, record_documents
 from dflash2.evaluation.replay import anchors_of, draft_odds
 from dflash2.evaluation.rounds import round_lengths
 from dflash2.evaluation.trace import Shard, Trace
 from dflash2.lm_head import DenseLMHead
+from dflash2.training.data import Documents
+from dflash2.training.replay import replay
+from dflash2.training.target import FrozenTarget
 
 VOCAB, STOP = 8, 1
 DRAFTERS = {
@@ -238,6 +241,29 @@ def test_plain_answers_are_those_of_generation():
     asked = [q.tokens for q in questions()]
     alone = [answer(target("llama", VOCAB), [p], 16, 0.0, [STOP])[0] for p in asked]
     assert answer(target("llama", VOCAB), asked, 16, 0.0, [STOP]) == alone
+
+
+def test_training_counts_the_same_rounds(tmp_path):
+    """Its replay drafts by the training forward, over packed documents that it runs itself."""
+    asked = questions()
+    answers = answer(target("llama", VOCAB), [q.tokens for q in asked], 24, 0.0, [])
+    whole = [q.tokens + a for q, a in zip(asked, answers, strict=True)]
+    made = record_documents(
+        target("llama", VOCAB), "toy", [Document(q, a, 0.0) for q, a in zip(asked, answers, strict=True)], tmp_path,
+        layer_ids=(0, 2), max_new_tokens=1000,
+    )  # fmt: skip
+    d = bound("v2", made.tables())
+    documents = Documents(
+        np.array([t for w in whole for t in w]), np.array([len(w) for w in whole]),
+        np.array([len(q.tokens) for q in asked]), np.zeros(len(whole)),
+    )  # fmt: skip
+    frozen = FrozenTarget(target("llama", VOCAB), d.config.target_layer_ids)
+    found = replay(d, frozen, documents, row_tokens=96, rows_per_step=2, blocks_per_step=32, tile=8, chunk=64)
+    t = replay_trace(made, d).tallies[4]
+    assert found.rounds == pytest.approx(float((t.tokens / t.rounds).mean()))
+    assert found.unary == pytest.approx(float((t.tokens / t.unary_rounds).mean()))
+    assert found.anchors == pytest.approx(float(t.yielded.sum() / t.anchors.sum()))
+    assert found.by_row == pytest.approx((t.kept.sum(0) / t.reached.sum(0).clip(1)).tolist())
 
 
 @pytest.mark.gpu
