@@ -67,9 +67,10 @@ class LlamaNetwork:
         self._rope_scale = float(rotary.attention_scaling)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions int ``[...]`` to cos and sin, fp32 ``[..., hd/2]``."""
+        """Positions int ``[...]`` to cos and sin, fp32 ``[..., hd/2]``, rounded to the dtype that the model gives them."""
         angles = positions.float().unsqueeze(-1) * self._frequencies
-        return angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
+        cos, sin = ((x * self._rope_scale).to(self.embedding.dtype).float() for x in (angles.cos(), angles.sin()))
+        return cos, sin
 
     def states(self, tokens: Tensor, attend: Callable[[int, Tensor], Tensor]) -> Tensor:
         """The normed output of the last layer, which the head takes.

@@ -131,6 +131,27 @@ def test_samples_follow_the_softmax(toy_llama):
     assert float(((seen - expected).square() / expected)[big].sum()) < 2 * int(big.sum())
 
 
+def test_graphs_are_filled_up_with_a_slot_that_changes_nothing(toy_llama, monkeypatch):
+    sizes = []
+
+    class Graph(LlamaDecoder):
+        """A replay is a step over the batch as it lies in memory then."""
+
+        def _capture(self, batch):
+            sizes.append(len(batch))
+            return type("Replay", (), {"replay": lambda _: self._step(batch)})()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(decode, "LEAST_BATCH", 2)
+    asked = [Request(p, i % 2, seed=i) for i, p in enumerate(prompts(13))]
+    d = Graph(toy_llama, rows=8, max_tokens=43, max_new_tokens=20, eos=(2, 7), graphs=True)
+    assert answers(d, asked) == answers(fast(toy_llama, rows=1, eos=(2, 7)), asked)
+    assert sizes[0] == 8
+    assert set(sizes) > {8}
+    assert d.done.all()
+    assert d.lengths[8] == d.written[8] == 0
+
+
 def test_a_deadline_drops_what_is_in_flight(toy_llama):
     asked = [Request(p, 0.0) for p in prompts(4)]
     for decoder in (fast(toy_llama), GeneralDecoder(toy_llama, rows=2, max_new_tokens=20, eos=(2,))):
