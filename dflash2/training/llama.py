@@ -67,7 +67,7 @@ class LlamaNetwork:
         self._rope_scale = float(rotary.attention_scaling)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions int ``[...]`` to cos and sin, fp32 ``[..., hd/2]``, rounded to the dtype that the model gives them."""
+        """Positions int ``[...]`` to cos and sin, fp32 ``[..., hd/2]``, rounded to the dtype the model gives them."""
         angles = positions.float().unsqueeze(-1) * self._frequencies
         cos, sin = ((x * self._rope_scale).to(self.embedding.dtype).float() for x in (angles.cos(), angles.sin()))
         return cos, sin
