@@ -17,7 +17,7 @@ from dflash2.positions import integer_ids, is_integer
 from dflash2.target import misfits
 from dflash2.width import AutoWidth, RoundCosts
 
-__all__ = ["Generation", "GenerationStats", "generate"]
+__all__ = ["Generation", "GenerationStats", "check_pair", "generate", "right_aligned", "round_costs"]
 
 #: What rounds of each pair cost here, for calls to come.
 _costs: WeakKeyDictionary[DFlash2Drafter, dict[Any, RoundCosts]] = WeakKeyDictionary()
@@ -75,7 +75,7 @@ def generate(
         ConfigError: the drafter does not fit this target, or the target's state cannot be rolled back.
         ValueError: shapes or arguments do not fit.
     """
-    prompts, lengths = _right_aligned(input_ids, attention_mask, max_new_tokens)
+    prompts, lengths = right_aligned(input_ids, attention_mask, max_new_tokens)
     auto = num_draft_tokens == "auto"
     k: Any = drafter.config.max_draft_tokens if auto or num_draft_tokens is None else num_draft_tokens
     _check_sampling(temperature, top_p, top_k, k, drafter.config.max_draft_tokens)
@@ -86,11 +86,11 @@ def generate(
         )
     if streamer is not None and len(input_ids) != 1:
         raise ValueError(f"a streamer takes one request, input_ids has {len(input_ids)}. Leave it out, or loop.")
-    _check_pair(target, drafter)
+    check_pair(target, drafter)
     _check_range(target, prompts)
     stops = _stop_ids(target, eos_token_id)
     generators = _generators(seed, input_ids.device)
-    auto_width = AutoWidth(_round_costs(target, drafter)) if auto else None
+    auto_width = AutoWidth(round_costs(target, drafter)) if auto else None
     sampling = (temperature, top_p, top_k)
     loop = DecodingLoop(target, drafter, StopIds(stops), max_new_tokens, sampling, k, auto_width, generators, streamer)
     if streamer is not None:
@@ -109,13 +109,13 @@ def generate(
     )
 
 
-def _round_costs(target: Any, drafter: DFlash2Drafter) -> RoundCosts:
+def round_costs(target: Any, drafter: DFlash2Drafter) -> RoundCosts:
     """What was learned of this pair, as it is now, on this device and with as many threads."""
     setting = (ref(target), target.dtype, drafter.dtype, drafter.device, torch.get_num_threads())
     return _costs.setdefault(drafter, {}).setdefault(setting, RoundCosts())
 
 
-def _right_aligned(input_ids: Tensor, attention_mask: Tensor | None, budget: int) -> tuple[Tensor, list[int]]:
+def right_aligned(input_ids: Tensor, attention_mask: Tensor | None, budget: int) -> tuple[Tensor, list[int]]:
     """Tokens ``[R, S]`` with all padding on the left, and how many of each row are real; the longest has no padding."""
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}: expected [requests, tokens], both at least 1.")
@@ -145,7 +145,8 @@ def _check_sampling(temperature: float, top_p: float, top_k: int, k: int, most: 
         )
 
 
-def _check_pair(target: Any, drafter: DFlash2Drafter) -> None:
+def check_pair(target: Any, drafter: DFlash2Drafter) -> None:
+    """Refuse a drafter that was trained for another target, and bind it if it is not bound."""
     if problems := misfits(drafter.config, target.config):
         raise ConfigError(
             f"the drafter was trained for another target: {'; '.join(problems)}. Use one made for this target."
