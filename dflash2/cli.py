@@ -124,6 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("--json", action="store_true", help="print only the JSON line")
     head.set_defaults(run=_head_report)
 
+    doctor = commands.add_parser("doctor", help="what is here, what will be used and why not, and a short self-test")
+    doctor.add_argument("--device", default="auto", help="of the self-test (default: a GPU if there is one)")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
+
     bench.add_commands(commands)
     evaluation.add_commands(commands)
     training.add_commands(commands)
@@ -225,6 +230,14 @@ def _head_report(args: argparse.Namespace) -> int:
         print(table(found))
     print(json.dumps(found))
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from dflash2.doctor import examine, table
+
+    report = examine(args.device)
+    print(json.dumps(report.as_dict(), indent=2) if args.json else table(report))
+    return 0 if report.ok else FAILED
 
 
 def _lines(facts: dict[str, Any], indent: str = "") -> list[str]:

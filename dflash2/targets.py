@@ -23,7 +23,7 @@ from dflash2.cache_folder import CACHE_VARIABLE, cache_dir
 from dflash2.embedded_wheel import SOURCE_VARIABLE, say
 from dflash2.errors import CheckpointError
 
-__all__ = ["EMBEDDED_TARGET", "embedded_target", "resolve_target"]
+__all__ = ["EMBEDDED_TARGET", "embedded_target", "made_target", "resolve_target"]
 
 EMBEDDED_TARGET = "smollm2-135m"
 
@@ -89,6 +89,15 @@ def embedded_target() -> Path:
             f"set {CACHE_VARIABLE} to a folder that can be written."
         ) from error
     return folder
+
+
+def made_target() -> Path | None:
+    """The folder that `embedded_target` would return at once, or None where it has to be made first."""
+    local = _local_source()
+    if local is not None and local.is_dir():
+        return _checked_folder(local)
+    folders = sorted(cache_dir().glob(f"{EMBEDDED_TARGET}-*"))
+    return next((folder for folder in folders if _is_complete(folder)), None)
 
 
 def _local_source() -> Path | None:

@@ -32,6 +32,7 @@ LAYERS = {
     "dflash2.evaluation": 4,
     "dflash2.training": 4,
     "dflash2.demo": 4,
+    "dflash2.doctor": 4,
     "dflash2.cli": 5,
     "dflash2.__main__": 6,
     "dflash2": 3,  # the public names, for those who build on them
