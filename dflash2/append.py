@@ -149,7 +149,7 @@ def _store(
     positions, rows = place_rows(
         starts, lengths, valid_lengths, slots, kv.row_pool, n, checked=checked, backend="triton"
     )
-    store_features(features, positions, rows, weights, kv.keys, kv.values, backend="triton")
+    store_features(features, positions, rows, weights, kv.keys, kv.values, settled=True, backend="triton")
 
 
 def _requests(places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

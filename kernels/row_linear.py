@@ -11,14 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
+from .dependent_launch import dependent_launch, inputs_ready, let_go, prefetch_rows, wait_then_let_go
 from .int16_rows import GROUP, dot_int8, dot_planes, int16_rows
 
-#: For few rows, bound by reading the weights. GATHER 1 sums the spans inside a program.
-DEFAULTS = {"BLOCK_O": 64, "BLOCK_R": 16, "BLOCK_K": 128, "GATHER": 0, "num_warps": 4, "num_stages": 4}
+#: For few rows, bound by reading the weights. GATHER 1 sums the spans inside a program; EARLY 1 asks for weights that
+#: are settled (see `dependent_launch`) before the rows are there.
+DEFAULTS = {"BLOCK_O": 64, "BLOCK_R": 16, "BLOCK_K": 128, "GATHER": 0, "EARLY": 0, "num_warps": 4, "num_stages": 4}
 #: For a batch: two programs fit on a multiprocessor. For many rows: the largest tile, as smaller ones wait for the L2.
-BATCH = {"BLOCK_O": 128, "BLOCK_R": 128, "BLOCK_K": 64, "GATHER": 0, "num_warps": 8, "num_stages": 3}
-MANY_ROWS = {"BLOCK_O": 256, "BLOCK_R": 128, "BLOCK_K": 64, "GATHER": 0, "num_warps": 8, "num_stages": 4}
+BATCH = {"BLOCK_O": 128, "BLOCK_R": 128, "BLOCK_K": 64, "GATHER": 0, "EARLY": 0, "num_warps": 8, "num_stages": 3}
+MANY_ROWS = {"BLOCK_O": 256, "BLOCK_R": 128, "BLOCK_K": 64, "GATHER": 0, "EARLY": 0, "num_warps": 8, "num_stages": 4}
 CANDIDATES = [
     {"BLOCK_O": o, "BLOCK_R": r, "BLOCK_K": k, "GATHER": gather, "num_warps": warps, "num_stages": stages}
     for o, r, k, gather, warps, stages in (
@@ -52,25 +53,50 @@ def defaults(rows: int, device: torch.device) -> dict[str, int]:
 
 
 @triton.jit
+def _step(x, scale, weight, total, PLANES: tl.constexpr):
+    if PLANES:
+        total = dot_planes(x, scale, weight, total)
+    elif weight.dtype == tl.int8:
+        total = dot_int8(x, weight, total)
+    else:
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _span_sum(
     x_at, x_scale_at, weight_at, begin, end,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PLANES: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """fp32 ``[BLOCK_O, BLOCK_R]``: products over the inputs ``[begin, end)``, in ascending order."""
+    """fp32 ``[BLOCK_O, BLOCK_R]``: products over the inputs ``[begin, end)``, in ascending order.
+
+    EARLY: rows come through registers, one step behind the weights, whose pipeline fills up before the rows are there.
+    The first step multiplies zeros, which changes no bit.
+    """
     k = tl.arange(0, BLOCK_K)[None, :]
     total = tl.zeros([BLOCK_O, BLOCK_R], dtype=tl.float32)
-    for at in range(begin, end, BLOCK_K):
-        if EVEN:
-            weight, x = tl.load(weight_at + at + k), tl.load(x_at + at + k)
-        else:
-            inside = at + k < end
-            weight, x = tl.load(weight_at + at + k, mask=inside, other=0), tl.load(x_at + at + k, mask=inside, other=0)
-        if PLANES:
-            total = dot_planes(x, tl.load(x_scale_at + at // GROUP), weight, total)
-        elif weight.dtype == tl.int8:
-            total = dot_int8(x, weight, total)
-        else:
-            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    scale = tl.zeros([BLOCK_R], dtype=tl.float32)
+    if EARLY:
+        x = tl.zeros([x_at.shape[0], BLOCK_K], x_at.dtype.element_ty)
+        for at in range(begin - BLOCK_K, end, BLOCK_K):
+            weight = tl.load(weight_at + at + k, mask=tl.full([1, 1], at, tl.int32) >= begin, other=0)
+            total = _step(x, scale, weight, total, PLANES)
+            after = at + BLOCK_K + inputs_ready(PDL)
+            x = tl.load(x_at + after + k, mask=tl.full([1, 1], after, tl.int32) < end, other=0)
+            if PLANES:
+                scale = tl.load(x_scale_at + after // GROUP, mask=tl.full([1], after, tl.int32) < end, other=0.0)
+    else:
+        for at in range(begin, end, BLOCK_K):
+            if EVEN:
+                weight, x = tl.load(weight_at + at + k), tl.load(x_at + at + k)
+            else:
+                inside = at + k < end
+                weight = tl.load(weight_at + at + k, mask=inside, other=0)
+                x = tl.load(x_at + at + k, mask=inside, other=0)
+            if PLANES:
+                scale = tl.load(x_scale_at + at // GROUP)
+            total = _step(x, scale, weight, total, PLANES)
     return total
 
 
@@ -79,7 +105,7 @@ def _span_sums_kernel(
     x_ptr, x_scale_ptr, weight_ptr, sums_ptr,
     rows, outputs, inputs, x_stride, span,
     TABLE: tl.constexpr, PLANES: tl.constexpr, INT8: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(outputs, BLOCK_O)
     matrix, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
@@ -98,17 +124,24 @@ def _span_sums_kernel(
     else:
         x_at = x_ptr + x_row[:, None] * x_stride
     weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs
-    prefetch_rows(weight_at + tl.program_id(2) * span, 1024, PDL)
-    wait_for_inputs(PDL)
+    if EARLY:
+        let_go(PDL)
+        prefetch_rows(weight_at + tl.program_id(2) * span + EARLY * BLOCK_K, 512, PDL)
+    else:
+        # The first kernel of an append: what was written before it is settled for those that follow.
+        prefetch_rows(weight_at + tl.program_id(2) * span, 1024, PDL)
+        wait_then_let_go(PDL)
     if GATHER:
         total = tl.zeros([BLOCK_O, BLOCK_R], dtype=tl.float32)
         for begin in range(0, inputs, span):
             end = tl.minimum(begin + span, inputs)
-            total += _span_sum(x_at, x_scale_at, weight_at, begin, end, BLOCK_R, BLOCK_O, BLOCK_K, EVEN, PLANES)
+            total += _span_sum(
+                x_at, x_scale_at, weight_at, begin, end, BLOCK_R, BLOCK_O, BLOCK_K, EVEN, PLANES, 0, False
+            )
     else:
         begin = tl.program_id(2) * span
         end = tl.minimum(begin + span, inputs)
-        total = _span_sum(x_at, x_scale_at, weight_at, begin, end, BLOCK_R, BLOCK_O, BLOCK_K, EVEN, PLANES)
+        total = _span_sum(x_at, x_scale_at, weight_at, begin, end, BLOCK_R, BLOCK_O, BLOCK_K, EVEN, PLANES, EARLY, PDL)
     width = (tl.num_programs(1) // tiles).to(tl.int64) * outputs
     row_at = sums_ptr + (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * width
     mask = (row < rows)[:, None] & (output < outputs)[None, :]
@@ -131,8 +164,9 @@ def _finish_kernel(
 
 
 def span_sums(
-    x: torch.Tensor, weight: torch.Tensor, settings: dict[str, int], table: tuple[int, int, bool] | None = None
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, settings: dict[str, int], table: tuple[int, int, bool] | None = None,
+    *, settled: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Launch the product; what `finish` and others then sum over dimension 0, in ascending order.
 
     Args:
@@ -140,6 +174,7 @@ def span_sums(
         weight: ``[O, K]`` contiguous; or int64 addresses of such weights, of x's dtype or int8.
         settings: as `DEFAULTS`.
         table: of addresses: (their number, O, whether the weights are int8).
+        settled: of the weights, as in `dependent_launch`.
 
     Returns:
         fp32 ``[spans or 1, N, O]``; for a table ``[spans or 1, N, number of weights * O]``.
@@ -147,7 +182,7 @@ def span_sums(
     rows, inputs = x.shape
     matrices, outputs, int8 = table or (1, weight.shape[0], weight.dtype == torch.int8)
     span = span_length(matrices * outputs, inputs)
-    s = _fitted(settings, x, outputs, int8)
+    s = _fitted(settings, x, outputs, int8, settled)
     spans = 1 if s["GATHER"] else triton.cdiv(inputs, span)
     sums = torch.empty(spans, rows, matrices * outputs, dtype=torch.float32, device=x.device)
     if sums.numel() == 0:
@@ -158,8 +193,7 @@ def span_sums(
         x, scale = int16_rows(x) if planes else (x, sums)
         _span_sums_kernel[grid](
             x, scale, weight, sums, rows, outputs, inputs, x.stride(0), span, TABLE=table is not None, PLANES=planes,
-            INT8=int8,
-            EVEN=inputs % s["BLOCK_K"] == 0, **s, **dependent_launch(x),
+            INT8=int8, EVEN=inputs % s["BLOCK_K"] == 0, **s, **dependent_launch(x),
         )  # fmt: skip
     return sums
 
@@ -178,7 +212,7 @@ def finish(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) ->
     return y
 
 
-def _fitted(settings: dict[str, int], x: torch.Tensor, outputs: int, int8: bool) -> dict[str, int]:
+def _fitted(settings: dict[str, int], x: torch.Tensor, outputs: int, int8: bool, settled: bool) -> dict[str, int]:
     """Tiles no larger than the problem. fp32 has no tensor core of full precision: small tiles, kept in registers."""
     s = dict(settings)
     if int8:
@@ -192,4 +226,8 @@ def _fitted(settings: dict[str, int], x: torch.Tensor, outputs: int, int8: bool)
     elif x.dtype == torch.float32:
         s |= {"BLOCK_O": min(s["BLOCK_O"], 64), "BLOCK_R": min(s["BLOCK_R"], 32), "BLOCK_K": 32, "num_warps": 4}
     s["BLOCK_O"] = min(s["BLOCK_O"], max(64, triton.next_power_of_2(outputs)))
+    # Through registers go few rows, and narrow ones.
+    early = s["EARLY"] and settled and not s["GATHER"] and s["BLOCK_R"] <= 16 and x.element_size() <= 2
+    # In tiles: all stages but those at the two ends of the pipeline.
+    s["EARLY"] = max(1, s["num_stages"] - 2) if early and x.shape[1] % s["BLOCK_K"] == 0 else 0
     return s

@@ -151,9 +151,12 @@ def context_features(taps: Tensor, weights: ContextWeights, *, backend: Backend 
 
 def store_features(
     features: Tensor, positions: Tensor, rows: Tensor, weights: ContextWeights, keys_out: Tensor, values_out: Tensor, *,
-    backend: Backend = "auto",
+    settled: bool = False, backend: Backend = "auto",
 ) -> None:  # fmt: skip
     """The second half of `context_rows`: from ``features [N, H]``, as of `context_features`, to rows of the pool.
+
+    ``settled``: the weights were written before a `context_features` that came before this: the kernel may read them
+    while what came in between still runs.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the backend cannot run here; nothing is written.
@@ -171,7 +174,7 @@ def store_features(
     width, first = heads * head_dim, weights.keys[0]
     int8, table = first.scale is not None, _address_table(weights)
     settings = product_settings(features, 2 * layers * width)
-    sums = product.span_sums(features, table, settings, (2 * layers, width, int8))
+    sums = product.span_sums(features, table, settings, (2 * layers, width, int8), settled=settled)
     kernel.heads(
         sums, table, positions, rows, weights.frequencies, (keys_out, values_out), eps=weights.eps,
         rope_scale=weights.rope_scale, int8=int8, bias=first.bias is not None,

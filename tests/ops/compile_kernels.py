@@ -14,6 +14,8 @@ from triton.compiler import ASTSource
 I8, B16, F32, F64, I32, I64, I1 = "*i8", "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*i1"
 TILE = {"EVEN": True, "EARLY": 0, "SETTLED": False, "PREFETCH": 1024, "BLOCK_K": 128, "WEIGHTS_FIRST": 1}
 EARLY = {"EARLY": 3, "SETTLED": True}
+#: Arguments that are multiples of 16, by the end of their name.
+ALIGNED = ("_ptr", "stride", "hidden", "inner", "inputs", "span", "to_up")
 LINEAR = TILE | {"SEGMENTS": 3, "SPLIT": 4, "BLOCK_O": 64}
 GATED = TILE | {"BLOCK_O": 32}
 UNIT = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PARTS": 17, "QUERIES": 32, "DIM": 128}
@@ -78,8 +80,13 @@ KERNELS = {
     ),
     "row_linear._span_sums_kernel": (
         {"x_scale_ptr": F32, "weight_ptr": I64, "sums_ptr": F32},
-        {"TABLE": True, "PLANES": False, "INT8": False, "GATHER": False, "EVEN": True, "BLOCK_R": 16, "BLOCK_O": 64,
-         "BLOCK_K": 128}, 4, 4,
+        {"TABLE": True, "PLANES": False, "INT8": False, "GATHER": False, "EVEN": True, "EARLY": 0, "BLOCK_R": 16,
+         "BLOCK_O": 64, "BLOCK_K": 128}, 4, 4,
+    ),
+    "row_linear._span_sums_kernel early": (
+        {"x_scale_ptr": F32, "weight_ptr": I64, "sums_ptr": F32},
+        {"TABLE": True, "PLANES": False, "INT8": False, "GATHER": False, "EVEN": True, "EARLY": 4, "BLOCK_R": 16,
+         "BLOCK_O": 64, "BLOCK_K": 128}, 4, 6,
     ),
     "selector_walk._selector_walk_kernel": (
         {"gate_ptr": F32, "anchors_ptr": I64, "candidates_ptr": I64, "logits_ptr": F32, "temperature_ptr": F32,
@@ -112,7 +119,7 @@ def compiled(name, capability):
             signature[argument] = "constexpr"
             continue
         signature[argument] = types.get(argument, B16 if argument.endswith("_ptr") else "i32")
-        if argument.endswith(("_ptr", "stride", "hidden", "inner", "inputs", "to_up")) or argument.startswith("out"):
+        if argument.endswith(ALIGNED) or argument.startswith("out"):
             aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if pdl else {})}

@@ -17,6 +17,7 @@ from dflash2.ops.context_rows import (
     store_features,
 )
 from dflash2.ops.int8_rows import quantize_rows
+from dflash2.ops.launch import override
 from dflash2.testing import NoHostReads, assert_kernel_close, cpu_as_device
 
 NAN = float("nan")
@@ -153,6 +154,21 @@ def test_kernels_at_any_number_of_rows(n, kernel_device):
 def test_kernel_rows_do_not_depend_on_their_company(kernel_device):
     """Splits of a window of 32, and what surrounds it."""
     hold_to_the_same_bits((1, 1100, 7, 3, 6), 40, (1, 7, 16, 17, 31, 32, 33), torch.float32, kernel_device)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("int8", [False, True], ids=["dense", "int8"])
+def test_weights_that_are_asked_for_early_give_the_same_bits(int8, kernel_device):
+    shape = (2, 256, 384, 2, 32)
+    w = make_weights(shape, torch.float16, kernel_device, int8=int8)
+    taps, positions = make_rows(shape, 5, torch.float16, kernel_device)
+    features, rows, pools = context_features(taps, w, backend="triton"), torch.arange(5, device=kernel_device), []
+    for settings in ({}, {"EARLY": 1}, {"EARLY": 1, "num_stages": 6}):
+        pools.append(torch.zeros(2, 2, 5, 2, 32, dtype=torch.float16, device=kernel_device))
+        with override("row_linear", settings):
+            store_features(features, positions, rows, w, *pools[-1], settled=True, backend="triton")
+    assert torch.equal(pools[0], pools[1])
+    assert torch.equal(pools[0], pools[2])
 
 
 @pytest.mark.triton
