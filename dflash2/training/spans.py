@@ -94,7 +94,7 @@ def _within(low: Tensor, high: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tens
 
 @cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def attend_spans(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:

@@ -42,7 +42,7 @@ class FrozenTarget:
     Args:
         model: the LM, in evaluation mode on its device.
         layer_ids: decoder layers whose output is tapped.
-        fast: attend by ranges (`attend_spans`) and compile the decoder layers: for training on a GPU.
+        fast: attend by ranges (`attend_spans`), as far as possible in passes of one size: for training on a GPU.
 
     Raises:
         ConfigError: its logits are not its final state times a matrix, or documents in one row would see each other.
@@ -64,11 +64,9 @@ class FrozenTarget:
         self.head: Tensor = head.weight
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.windows = _windows(model.config)
-        self.fast, self._rows = fast, 0
+        self.fast, self._tokens = fast, 0
         if fast:
             _register_spans()
-            for layer in self.layers:
-                layer.forward = torch.compile(layer.forward)
         model.set_attn_implementation(SPANS if fast else "sdpa")
 
     @classmethod
@@ -78,6 +76,12 @@ class FrozenTarget:
         """Load a target by name, folder or hub id, as `load_target` does."""
         model, _ = load_target(name, torch.device(device), dtype)
         return cls(model, layer_ids, fast=fast)
+
+    def compile(self, tokens: int) -> None:
+        """From now on, passes over up to so many tokens run compiled layers. Hooks on parts of a layer are lost."""
+        self._tokens = tokens
+        for layer in self.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=False)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -113,8 +117,8 @@ class FrozenTarget:
 
     def _one_row(self, *arrays: Tensor) -> list[Tensor]:
         """All rows one after the other, filled up to the longest seen: few shapes to compile for."""
-        self._rows = max(self._rows, arrays[0].numel())
-        missing = self._rows - arrays[0].numel()
+        self._tokens = max(self._tokens, arrays[0].numel())
+        missing = self._tokens - arrays[0].numel()
         return [F.pad(x.flatten(), (0, missing), value=fill)[None] for x, fill in zip(arrays, (0, 0, -1), strict=True)]
 
 

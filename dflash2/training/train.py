@@ -112,6 +112,7 @@ class Trainer:
             from dflash2.training.compiled import compile_modules
 
             compile_modules(self.drafter)
+            target.compile(config.row_tokens * config.rows_per_step // (self.processes.count * config.accumulate))
         self.step_loss = self.processes.wrap(StepLoss(self.drafter, config, self.processes))
         self.optimizer = MasterAdamW(
             self.drafter, betas=config.betas, weight_decay=config.weight_decay, clip=config.clip, ema=config.ema
@@ -228,6 +229,7 @@ class Trainer:
         if not len(self.validation):
             return None
         c = self.config
+        rows = c.rows_per_step // (self.processes.count * c.accumulate)
         self.optimizer.show(averaged=True)
         with self.processes.gathered(self.step_loss):
             result = replay(
@@ -235,8 +237,8 @@ class Trainer:
                 self.target,
                 self.validation,
                 row_tokens=c.row_tokens,
-                rows_per_step=c.rows_per_step // c.accumulate,
-                blocks_per_step=c.anchors_per_row * c.rows_per_step // c.accumulate,
+                rows_per_step=rows,
+                blocks_per_step=c.anchors_per_row * rows,
                 tile=c.tile,
                 chunk=c.head_chunk,
             )
