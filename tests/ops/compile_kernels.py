@@ -103,6 +103,11 @@ KERNELS = {
     "gumbel_sample._gumbel_sample_kernel": (
         {"temperatures_ptr": F32, "seeds_ptr": I64, "positions_ptr": I64, "out_ptr": I64}, {"TILE": 4096}, 8, 1,
     ),
+    "distill._distill_kernel": (
+        {"token_ptr": I64, "scale_ptr": F32, "loss_ptr": F32, "gold_ptr": I64, "peaks_ptr": F32, "multiplier": "fp32",
+         "softcap": "fp32", "hard": "fp32", "soft": "fp32", "tv": "fp32", "lk": "fp32"},
+        {"CAPPED": True, "ACCEPTANCE": True, "GROUP": 64, "TILE": 2048}, 16, 1,
+    ),
 }  # fmt: skip
 
 
