@@ -85,7 +85,7 @@ def test_every_option_is_explained():
     parsers = [cli._parser()]
     commands = next(a for a in parsers[0]._actions if isinstance(a, argparse._SubParsersAction))
     parsers += commands.choices.values()
-    known = ["bench", "demo", "eval", "generate", "head-report", "inspect", "synth", "trace", "tune"]
+    known = ["bench", "demo", "doctor", "eval", "generate", "head-report", "inspect", "synth", "trace", "train", "tune"]
     assert sorted(commands.choices) == known
     for action in (a for p in parsers for a in p._actions):
         assert action.help or isinstance(action, argparse._SubParsersAction), action.option_strings
@@ -108,7 +108,8 @@ def test_as_a_module():
     ("argv", "words"),
     [
         ([], "command"),
-        (["train"], "invalid choice"),
+        (["fly"], "invalid choice"),
+        (["train"], "ConfigError: training settings"),
         (["inspect", "/no/such/drafter"], "CheckpointError: /no/such/drafter: no such folder"),
         (["inspect", "DRAFTER", "--target", "/no/such/target"], "target /no/such/target"),
         (["generate", "hi", "--drafter", "/no/such"], "CheckpointError: /no/such: no such folder"),
