@@ -10,12 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
+from .dependent_launch import (
+    dependent_launch,
+    inputs_ready,
+    let_go,
+    prefetch_rows,
+    wait_for_inputs,
+    wait_then_let_go,
+)
 from .int16_rows import LIMIT
 from .top_candidates import LOWEST, Candidates, collect
 
-#: PROGRAMS on each multiprocessor take tile after tile without a pause; 0: one program for each tile.
-DEFAULTS = {"BLOCK_V": 128, "BLOCK_R": 32, "BLOCK_K": 128, "PROGRAMS": 0, "num_warps": 8, "num_stages": 3}
+#: PROGRAMS on each multiprocessor take tile after tile without a pause; 0: one program for each tile. EARLY 1, for few
+#: rows and PROGRAMS 0: weights are asked for while rows become whole numbers.
+DEFAULTS = {"BLOCK_V": 128, "BLOCK_R": 32, "BLOCK_K": 128, "PROGRAMS": 0, "EARLY": 0, "num_warps": 8, "num_stages": 3}
 CANDIDATES = [
     {"BLOCK_V": v, "BLOCK_R": r, "BLOCK_K": k, "PROGRAMS": programs, "num_warps": warps, "num_stages": stages}
     for v, r, k, programs, warps, stages in (
@@ -41,9 +49,10 @@ def _quantise_kernel(
 ):  # fmt: skip
     """PART columns of a row into its halves int8 ``[rows, 2, hidden]``; its scale; its floor: the lowest value.
 
-    Every program looks for the row's largest value, which costs less than dividing by it.
+    Every program looks for the row's largest value, which costs less than dividing by it. What was written before this
+    kernel is settled for the next one.
     """
-    wait_for_inputs(PDL)
+    wait_then_let_go(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1) * PART + tl.arange(0, PART)
     x_ptr += row * x_row_stride
@@ -74,9 +83,14 @@ def _quantise_kernel(
 def _logits(
     weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, token, row, vocab, rows, hidden,
     weight_row_stride, weight_column_stride,
-    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """fp32 ``[BLOCK_V, BLOCK_R]``. Tokens outside repeat the last one; rows outside are zeros and not read."""
+    """fp32 ``[BLOCK_V, BLOCK_R]``. Tokens outside repeat the last one; rows outside are zeros and not read.
+
+    EARLY: rows come through registers, one step behind the weights, whose pipeline fills up before the rows are there.
+    The first step multiplies zeros.
+    """
     token = tl.minimum(token, vocab - 1).to(tl.int64)
     half = tl.program_id(0) * 2 * BLOCK_R + tl.arange(0, 2 * BLOCK_R)
     there = (half < 2 * rows)[None, :]
@@ -84,15 +98,24 @@ def _logits(
     weight_at = weight_ptr + token[:, None] * weight_row_stride + k[None, :] * weight_column_stride
     half_at = halves_ptr + half.to(tl.int64)[None, :] * hidden + k[:, None]
     sums = tl.zeros([BLOCK_V, 2 * BLOCK_R], dtype=tl.int32)
-    for start in range(0, hidden, BLOCK_K):
-        if EVEN:
-            weight = tl.load(weight_at + start * weight_column_stride)
-            halves = tl.load(half_at + start, mask=there, other=0)
-        else:
-            inside = k < hidden - start
-            weight = tl.load(weight_at + start * weight_column_stride, mask=inside[None, :], other=0)
-            halves = tl.load(half_at + start, mask=there & inside[:, None], other=0)
-        sums = tl.dot(weight, halves, sums, out_dtype=tl.int32)
+    if EARLY:
+        halves = tl.zeros([BLOCK_K, 2 * BLOCK_R], dtype=tl.int8)
+        for start in range(-BLOCK_K, hidden, BLOCK_K):
+            begun = tl.full([1, 1], start, tl.int32) >= 0
+            weight = tl.load(weight_at + start * weight_column_stride, mask=begun, other=0)
+            sums = tl.dot(weight, halves, sums, out_dtype=tl.int32)
+            after = start + BLOCK_K + inputs_ready(PDL)
+            halves = tl.load(half_at + after, mask=there & (tl.full([1, 1], after, tl.int32) < hidden), other=0)
+    else:
+        for start in range(0, hidden, BLOCK_K):
+            if EVEN:
+                weight = tl.load(weight_at + start * weight_column_stride)
+                halves = tl.load(half_at + start, mask=there, other=0)
+            else:
+                inside = k < hidden - start
+                weight = tl.load(weight_at + start * weight_column_stride, mask=inside[None, :], other=0)
+                halves = tl.load(half_at + start, mask=there & inside[:, None], other=0)
+            sums = tl.dot(weight, halves, sums, out_dtype=tl.int32)
     high, low = tl.split(tl.reshape(sums, [BLOCK_V, BLOCK_R, 2]))
     total = high.to(tl.int64) * 256 + low
     row_scale = tl.load(row_scale_ptr + row, mask=row < rows, other=0.0)
@@ -107,12 +130,13 @@ def _top_tile(
     weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, bests_ptr, floor_ptr,
     tile, tiles, vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
     SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     token = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     logits = _logits(
         weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, token, row, vocab, rows, hidden,
-        weight_row_stride, weight_column_stride, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
+        weight_row_stride, weight_column_stride, BLOCK_V, BLOCK_R, BLOCK_K, EVEN, EARLY, PDL,
     )  # fmt: skip
     collect(
         logits,
@@ -137,17 +161,19 @@ def _top_kernel(
     weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, bests_ptr, floor_ptr,
     vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
     SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    PROGRAMS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(vocab, BLOCK_V)
     first = tl.minimum(tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V), vocab - 1)
-    prefetch_rows(weight_ptr + (first.to(tl.int64) * weight_row_stride)[:, None], 512, PDL)
-    wait_for_inputs(PDL)
+    let_go(PDL)
+    prefetch_rows(weight_ptr + (first.to(tl.int64) * weight_row_stride)[:, None] + EARLY * BLOCK_K, 512, PDL)
+    if not EARLY:
+        wait_for_inputs(PDL)
     if PROGRAMS == 0:
         _top_tile(
             weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, bests_ptr, floor_ptr,
             tl.program_id(1), tiles, vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
-            SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
+            SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN, EARLY, PDL,
         )  # fmt: skip
     else:
         # Flattened into one loop: the weights of the next tile come while candidates of this one are taken out.
@@ -155,7 +181,7 @@ def _top_kernel(
             _top_tile(
                 weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, lists_ptr, lengths_ptr, bests_ptr,
                 floor_ptr, tile, tiles, vocab, rows, hidden, weight_row_stride, weight_column_stride, count,
-                SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
+                SLOTS, BLOCK_V, BLOCK_R, BLOCK_K, EVEN, 0, False,
             )  # fmt: skip
 
 
@@ -163,15 +189,14 @@ def _top_kernel(
 def _logits_kernel(
     weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, logits_ptr,
     vocab, rows, hidden, weight_row_stride, weight_column_stride,
-    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     logits = _logits(
         weight_ptr, scale_ptr, bias_ptr, halves_ptr, row_scale_ptr, token, row, vocab, rows, hidden,
-        weight_row_stride, weight_column_stride, BLOCK_V, BLOCK_R, BLOCK_K, EVEN,
+        weight_row_stride, weight_column_stride, BLOCK_V, BLOCK_R, BLOCK_K, EVEN, 0, False,
     )  # fmt: skip
     at = logits_ptr + row.to(tl.int64)[None, :] * vocab + token[:, None]
     tl.store(at, logits, mask=(row < rows)[None, :] & (token < vocab)[:, None])
@@ -191,7 +216,7 @@ def int8_head(
     with torch.cuda.device_of(hidden):
         halves, row_scale = _quantise(hidden, None)
         options = _options(hidden, settings)
-        del options["PROGRAMS"]  # written tiles leave no pause worth filling
+        del options["PROGRAMS"], options["EARLY"]  # written tiles leave no pause worth filling
         grid = (triton.cdiv(rows, options["BLOCK_R"]), triton.cdiv(vocab, options["BLOCK_V"]))
         _logits_kernel[grid](
             weight, scale, bias, halves, row_scale, logits, vocab, rows, hidden.shape[1], *weight.stride(), **options
@@ -239,5 +264,9 @@ def _options(hidden: torch.Tensor, settings: dict[str, int]) -> dict[str, int | 
     """A product and a sum stay two roundings, as in the definition: no fusing."""
     rows, width = hidden.shape
     block_r = min(settings["BLOCK_R"], max(8, triton.next_power_of_2(rows)))
+    even = width % settings["BLOCK_K"] == 0
+    early = settings["EARLY"] and even and block_r <= 16 and not settings["PROGRAMS"]
+    # In tiles: all stages but those at the two ends of the pipeline.
+    early = max(1, settings["num_stages"] - 2) if early else 0
     settings = settings | dependent_launch(hidden)
-    return {**settings, "BLOCK_R": block_r, "EVEN": width % settings["BLOCK_K"] == 0, "enable_fp_fusion": False}
+    return {**settings, "BLOCK_R": block_r, "EARLY": early, "EVEN": even, "enable_fp_fusion": False}

@@ -71,7 +71,8 @@ KERNELS = {
     "int8_head._top_kernel": (
         {"weight_ptr": I8, "scale_ptr": F32, "halves_ptr": I8, "row_scale_ptr": F32, "lists_ptr": I64,
          "lengths_ptr": I32, "bests_ptr": I32, "floor_ptr": I32},
-        {"bias_ptr": None, "SLOTS": 16, "BLOCK_V": 128, "BLOCK_R": 8, "BLOCK_K": 128, "EVEN": True, "PROGRAMS": 0},
+        {"bias_ptr": None, "SLOTS": 16, "BLOCK_V": 128, "BLOCK_R": 8, "BLOCK_K": 128, "EVEN": True, "PROGRAMS": 0,
+         "EARLY": 0},
         4, 4,
     ),
     "top_candidates._select_kernel": (

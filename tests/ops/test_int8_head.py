@@ -197,6 +197,15 @@ def test_top_kernel(rows, count, programs, kernel_device):
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize(("rows", "stages"), [(1, 2), (7, 5), (17, 3)])
+def test_top_kernel_that_asks_for_weights_early(rows, stages, kernel_device):
+    hidden, weight, scale = inputs(rows, 305, 160, device=kernel_device)
+    with override("int8_head", {"BLOCK_V": 64, "BLOCK_R": 16, "BLOCK_K": 32, "EARLY": 1, "num_stages": stages}):
+        found = int8_head_top(hidden, weight, scale, count=5, backend="triton")
+    assert_best(found, by_whole_numbers(hidden, weight, scale), 5)
+
+
+@pytest.mark.triton
 def test_top_kernel_of_equal_rows(kernel_device):
     """Nothing can be left out early: every token of every tile is as good as the C-th."""
     hidden, weight, scale = inputs(2, 70, 8, device=kernel_device)
