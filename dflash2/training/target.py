@@ -42,13 +42,12 @@ class FrozenTarget:
     Args:
         model: the LM, in evaluation mode on its device.
         layer_ids: decoder layers whose output is tapped.
-        fast: attend by ranges (`attend_spans`), as far as possible in passes of one size: for training on a GPU.
 
     Raises:
         ConfigError: its logits are not its final state times a matrix, or documents in one row would see each other.
     """
 
-    def __init__(self, model: Any, layer_ids: Sequence[int], *, fast: bool = False):
+    def __init__(self, model: Any, layer_ids: Sequence[int]):
         self.model, self.layer_ids = model.eval().requires_grad_(False), tuple(layer_ids)
         self.decoder = model.get_decoder()
         head = model.get_output_embeddings()
@@ -64,22 +63,23 @@ class FrozenTarget:
         self.head: Tensor = head.weight
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.windows = _windows(model.config)
-        self.fast, self._tokens = fast, 0
-        if fast:
-            _register_spans()
-        model.set_attn_implementation(SPANS if fast else "sdpa")
+        self.fast, self._tokens = False, 0
+        model.set_attn_implementation("sdpa")
 
     @classmethod
-    def from_pretrained(
-        cls, name: str, layer_ids: Sequence[int], *, dtype: torch.dtype, device: str, fast: bool = False
-    ) -> FrozenTarget:
+    def from_pretrained(cls, name: str, layer_ids: Sequence[int], *, dtype: torch.dtype, device: str) -> FrozenTarget:
         """Load a target by name, folder or hub id, as `load_target` does."""
         model, _ = load_target(name, torch.device(device), dtype)
-        return cls(model, layer_ids, fast=fast)
+        return cls(model, layer_ids)
 
-    def compile(self, tokens: int) -> None:
-        """From now on, passes over up to so many tokens run compiled layers. Hooks on parts of a layer are lost."""
-        self._tokens = tokens
+    def speed_up(self, tokens: int) -> None:
+        """From now on attend by ranges (`attend_spans`) and run compiled layers, in passes filled up to so many tokens.
+
+        For GPUs. Hooks on parts of a layer are lost.
+        """
+        self.fast, self._tokens = True, tokens
+        _register_spans()
+        self.model.set_attn_implementation(SPANS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward, dynamic=False)
 
@@ -116,7 +116,7 @@ class FrozenTarget:
         return span_mask([document_spans(document.flatten(), window)], document.numel())
 
     def _one_row(self, *arrays: Tensor) -> list[Tensor]:
-        """All rows one after the other, filled up to the longest seen: few shapes to compile for."""
+        """All rows one after the other, filled up to the longest seen: one shape to compile for."""
         self._tokens = max(self._tokens, arrays[0].numel())
         missing = self._tokens - arrays[0].numel()
         return [F.pad(x.flatten(), (0, missing), value=fill)[None] for x, fill in zip(arrays, (0, 0, -1), strict=True)]

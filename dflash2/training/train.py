@@ -90,9 +90,7 @@ class Trainer:
         dtype = getattr(torch, config.dtype)
         documents = load_shards(config.shards)
         if target is None:
-            target = FrozenTarget.from_pretrained(
-                config.target, (), dtype=dtype, device=str(self.device), fast=bool(config.fast)
-            )
+            target = FrozenTarget.from_pretrained(config.target, (), dtype=dtype, device=str(self.device))
         self.target = target
         shape = drafter_config(target.model.config, config.drafter)
         _check_fit(shape, target, documents)
@@ -112,7 +110,7 @@ class Trainer:
             from dflash2.training.compiled import compile_modules
 
             compile_modules(self.drafter)
-            target.compile(config.row_tokens * config.rows_per_step // (self.processes.count * config.accumulate))
+            target.speed_up(config.row_tokens * config.rows_per_step // (self.processes.count * config.accumulate))
         self.step_loss = self.processes.wrap(StepLoss(self.drafter, config, self.processes))
         self.optimizer = MasterAdamW(
             self.drafter, betas=config.betas, weight_decay=config.weight_decay, clip=config.clip, ema=config.ema

@@ -33,7 +33,7 @@ def toy():
 def trainer(model, shard, out, *, fast, **kw) -> Trainer:
     c = settings(shard, out, **kw)
     c.fast = fast
-    return Trainer(c, FrozenTarget(copy.deepcopy(model), (), fast=fast))
+    return Trainer(c, FrozenTarget(copy.deepcopy(model), ()))
 
 
 def dense(q, k, v, mask, scale=None):
