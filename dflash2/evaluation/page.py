@@ -39,6 +39,12 @@ dl{display:grid;grid-template-columns:minmax(110px,max-content) 1fr;gap:3px 16px
 dt{color:var(--soft)}dd{margin:0;min-width:0;overflow-wrap:anywhere}
 """
 
+#: Charts over the position of a draft in its block, by metric: title and explanation.
+BY_POSITION = {
+    "conditional_acceptance": ("Acceptance by position", "share of drafts that stand when all before them stood"),
+    "recall": ("Recall of the candidates", "share of those rows whose candidates hold the target's token"),
+    "selector_accuracy": ("Choice among the candidates", "share of drafts that stand when they hold it"),
+}
 NOTE = (
     "A bonus token is the target's own, so 1 means that no draft ever stood. Whiskers, bands and brackets are 95 % "
     "bootstrap intervals over prompts."
@@ -122,33 +128,27 @@ def _charts(runs: Sequence[str], report: Mapping[str, Any], rows: Sequence[Row])
         names = list(dict.fromkeys(r.name for r in _pick(rows, group=group)))
         if names:
             yield _chart(title, "tokens per round; the dashed line is plain decoding", _bars(runs, rows, group, names))
-    yield _chart(
-        "By number of drafts", "tokens per round; dashed without the selector",
-        _by_drafts(runs, report, rows, "acceptance_length", "acceptance_length_unary"),
-    )  # fmt: skip
+    if len({r.drafts for r in _pick(rows, metric="acceptance_length")}) > 1:
+        svg = _by_drafts(runs, report, rows, "acceptance_length", "acceptance_length_unary")
+        yield _chart("By number of drafts", "tokens per round; dashed without the selector", svg)
     if _pick(rows, metric="tokens_per_s"):
-        yield _chart("Speed by number of drafts", f"tokens/s, 0 is plain decoding; costs: {report['costs']['source']}",
-                     _by_drafts(runs, report, rows, "tokens_per_s", None))  # fmt: skip
-    notes = {
-        "conditional_acceptance": ("Acceptance by position", "share of drafts that stand when all before them stood"),
-        "recall": ("Recall of the candidates", "share of those rows whose candidates hold the target's token"),
-        "selector_accuracy": ("Choice among the candidates", "share of drafts that stand when they hold it"),
-    }
-    for metric, (title, note) in notes.items():
+        note = f"tokens/s, 0 is plain decoding; costs: {report['costs']['source']}"
+        yield _chart("Speed by number of drafts", note, _by_drafts(runs, report, rows, "tokens_per_s", None))
+    for metric, (title, note) in BY_POSITION.items():
         found = [
-            Line([_point(r, r.position) for r in _pick(rows, run=run, metric=metric) if r.group == "all"], i)
+            Line([_point(r, r.position) for r in _pick(rows, run=run, metric=metric, group="all")], i)
             for i, run in enumerate(runs)
         ]
         if any(line.points for line in found):
             yield _chart(title, note, lines(found, title=title, x_label="draft", y_from=0, y_to=1))
     contexts = list(dict.fromkeys(r.name for r in _pick(rows, group="context")))
-    if contexts:
+    if len(contexts) > 1:
         found = [
             Line([_point(r, contexts.index(r.name)) for r in _pick(rows, run=run, group="context")], i)
             for i, run in enumerate(runs)
         ]
-        chart = lines(found, title="By context length", x_label="tokens before the round", y_from=1, names=contexts)
-        yield _chart("By context length", "tokens per round, over all rounds that begin there", chart)
+        svg = lines(found, title="By context length", x_label="tokens before the round", y_from=1, names=contexts)
+        yield _chart("By context length", "tokens per round, over all rounds that begin there", svg)
 
 
 def _point(r: Row, x: float) -> Point:

@@ -17,26 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dflash2.drafter import DFlash2Drafter
+from dflash2.evaluation.recorded_context import RecordedContext
 from dflash2.evaluation.trace import Shard
 from dflash2.lm_head import DenseLMHead
-from dflash2.ops.context_rows import context_rows
 from dflash2.ops.selector_walk import finite, one_hot, tempered
 from dflash2.ops.verify import tempered_softmax
-from dflash2.ops.window_attention import PagedContext
-from dflash2.propose import block_pass
 
 __all__ = ["Anchors", "Odds", "anchors_of", "draft_odds"]
 
-PAGE = 16
-#: Logits, and the context rows that the torch reference gathers, exist for so many elements at a time.
-ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
+#: Blocks are drafted for so many logits at a time, one row of each block.
+LOGITS = {"cpu": 2**22, "cuda": 2**26}
 
 
 @dataclass(frozen=True)
@@ -139,91 +135,41 @@ def _assemble(made: dict[int, np.ndarray], width: np.ndarray, k: int) -> Odds:
     return Odds(*out)
 
 
-class _Rows:
-    """What `block_pass` reads of a `WindowKV`, for blocks that all look at recorded documents."""
-
-    def __init__(self, keys: Tensor, values: Tensor, next_positions: Tensor):
-        self.keys, self.values, self.next = keys, values, next_positions
-
-    @property
-    def row_pool(self) -> _Rows:
-        return self
-
-
 class _Replay:
-    """A shard's context rows, and blocks over them.
-
-    Documents lie in pages as sequences do in a `WindowKV`, with one difference: rows that have left the window are
-    still there, since the next block may start anywhere.
-    """
+    """A drafter over the recorded context of a shard."""
 
     def __init__(self, drafter: DFlash2Drafter, shard: Shard, taps: Tensor, target_head: DenseLMHead):
-        c, device = drafter.config, drafter.device
-        self.drafter, self.target_head = drafter, target_head
-        self.head = drafter._head[0]
-        limit = ELEMENTS.get(device.type, ELEMENTS["cpu"])
-        self.blocks = max(min(limit // c.vocab_size, 2048), 16)
-        self.rows = max(limit // c.vocab_size, 16)
-        self.tokens, self.heat = shard.tokens.to(device), shard.temperatures.to(device)
-        self._place(shard, taps)
-        self.states, self.target_rows = shard.states, len(target_head.weight)
-
-    def _place(self, shard: Shard, taps: Tensor) -> None:
-        c, device = self.drafter.config, self.drafter.device
-        pages = -(-shard.lengths // PAGE)
-        first = pages.cumsum(0) - pages
-        document = torch.repeat_interleave(shard.lengths)
-        position = torch.arange(len(document)) - shard.starts[document]
-        row = first[document] * PAGE + position
-        shape = (c.num_hidden_layers, int(pages.sum()) * PAGE, c.num_key_value_heads, c.head_dim)
-        self.keys = torch.zeros(shape, dtype=self.drafter.dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
-        weights = self.drafter.context_weights()
-        for part in torch.arange(len(document)).split(8192):
-            inputs = (taps[part].to(device), position[part].to(device), row[part].to(device))
-            context_rows(*inputs, weights, self.keys, self.values, backend=self.drafter.backend)
-        self.tags = torch.full((shape[1],), -1, device=device)
-        self.tags[row.to(device)] = position.to(device)
-        table = first[:, None] + torch.arange(int(pages.max()))
-        self.page_table = table.where(torch.arange(int(pages.max())) < pages[:, None], -1).to(device)
+        device, vocab = drafter.device, drafter.config.vocab_size
+        self.drafter, self.head, self.target_head = drafter, drafter._head[0], target_head
+        self.context = RecordedContext(drafter, shard, taps)
+        self.rows = max(LOGITS.get(device.type, LOGITS["cpu"]) // vocab, 16)
+        self.tokens, self.heat, self.states = shard.tokens.to(device), shard.temperatures.to(device), shard.states
 
     def fill(self, out: np.ndarray, anchors: Anchors, wanted: np.ndarray, k: int) -> None:
-        """Write the odds of blocks of exactly k drafts at the wanted anchors to ``out [4, N, >= k]``."""
-        for part in np.array_split(wanted, max(-(-len(wanted) // self.blocks), 1)) if k else ():
+        """Write the odds of blocks of exactly k drafts at the wanted anchors to ``out [4, N, k]``."""
+        for part in np.array_split(wanted, max(-(-len(wanted) // self.rows), 1)):
             if len(part):
-                out[:, part, :k] = self._block(anchors, part, k)
+                out[:, part] = self._block(anchors, part, k)
 
     def _block(self, anchors: Anchors, part: np.ndarray, k: int) -> np.ndarray:
         """``[4, n, k]`` for n anchors."""
-        device, n = self.drafter.device, len(part)
+        device = self.drafter.device
         at, document, start, after = (
             torch.from_numpy(x[part]).to(device)
             for x in (anchors.token, anchors.document, anchors.position, anchors.after)
         )
-        retention = self.drafter.config.retention
-        longest = int(anchors.position[part].max())
-        length = longest if retention is None else min(longest, retention)
-        slots = torch.arange(n, device=device)  # a slot of its own for each block, since each has its own next position
-        context = PagedContext(self.tags, self.page_table[document], slots, start, PAGE, length)
-        pool: Any = _Rows(self.keys, self.values, start)
-        embedding, mask_row = self.drafter._embedding[0], self.drafter.mask_embedding
-        z, valid = block_pass(self.drafter, pool, context, embedding, mask_row, self.tokens[at], k + 1)
-        out = torch.zeros(4, n, k, device=device)
-        alive = valid
+        z, alive = self.context.draft_states(document, start, self.tokens[at], k, int(anchors.position[part].max()))
+        out = torch.zeros(4, len(part), k, device=device)
         for i in range(k):
             rows = (alive & (after > i)).nonzero()[:, 0]
             if not len(rows):
                 break
             out[:, rows, i] = self._row(z[rows, i], at[rows] + i, self.heat[document[rows]])
-            alive = (out[:2, :, i] > 0).any(0)
+            alive = (out[:2, :, i] > 0).any(0)  # a row counts only where those before it can have stood
         return out.cpu().numpy()
 
     def _row(self, z: Tensor, before: Tensor, heat: Tensor) -> Tensor:
-        """``[4, m]`` of one draft each: z ``[m, H]``, the index of the token before it, temperatures."""
-        parts = zip(z.split(self.rows), before.split(self.rows), heat.split(self.rows), strict=True)
-        return torch.cat([self._judge(*part) for part in parts], 1)
-
-    def _judge(self, z: Tensor, before: Tensor, heat: Tensor) -> Tensor:
+        """``[4, m]`` of one draft each: z ``[m, H]``, the index of the token before it, temperatures ``[m]``."""
         c, gold = self.drafter.config, self.tokens[before + 1][:, None]
         ids, raw = self.head.top(z, c.vocab_size, max(c.selector_top_k, 1))
         usable = raw[:, 0].isfinite()
@@ -262,7 +208,7 @@ class _Replay:
         """The target's distribution after each of these tokens, fp32 ``[m, V']``."""
         assert self.states is not None
         states = self.states[before.to(self.states.device)].to(before.device)
-        logits = self.target_head.logits(states, self.target_rows)
+        logits = self.target_head.logits(states, len(self.target_head.weight))
         return tempered_softmax(logits[:, None], torch.where(heat > 0, heat, 1.0))[:, 0]
 
 
