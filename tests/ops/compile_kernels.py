@@ -43,7 +43,8 @@ KERNELS = {
     "block_linear._gated_kernel planes": (*_gated(I8, I8, INT8=True, PLANES=True, BLOCK_R=8), 4, 5),
     "residual_norm._residual_norm_kernel": (
         {"a_ptr": F32, "finite_ptr": I1, "eps": "fp32"},
-        {"GROUP_SIZE": 16, "SPLIT": 3, "TAPS": 2, "BIAS": False, "LAST": True, "SETTLED": True, "TILE": 8192}, 16, 1,
+        {"GROUP_SIZE": 16, "SPLIT": 3, "TAPS": 2, "BIAS": False, "LAST": True, "SETTLED": True, "TILE": 1024,
+         "TILES": 5}, 8, 1,
     ),
     "block_conv._block_conv_kernel": (
         {"delta_ptr": F32, "y_ptr": I8, "scale_ptr": F32},
