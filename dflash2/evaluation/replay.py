@@ -32,7 +32,7 @@ from dflash2.ops.verify import tempered_softmax
 __all__ = ["Anchors", "Odds", "anchors_of", "draft_odds"]
 
 #: Blocks are drafted for so many logits at a time, one row of each block.
-LOGITS = {"cpu": 2**22, "cuda": 2**26}
+LOGITS = {"cpu": 2**22, "cuda": 2**27}
 
 
 @dataclass(frozen=True)
