@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash2.errors import ConfigError
 from dflash2.targets import EMBEDDED_TARGET
-from dflash2.training.config import config_yaml, help_text, load_config
+from dflash2.training.config_file import config_yaml, help_text, load_config
 from dflash2.training.synth_options import SynthOptions as Defaults
 
 __all__ = ["add_commands"]

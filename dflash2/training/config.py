@@ -1,23 +1,15 @@
-"""Every setting of a training run, from a file and the command line; an unknown name is an error."""
+"""Every setting of a training run, and the drafter that it makes for a target."""
 
 from __future__ import annotations
 
-import inspect
-import json
-import re
-import textwrap
-from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dflash2.config import SLIDING, V1, V2_FIELDS, DFlash2Config, default_target_layer_ids
 from dflash2.errors import ConfigError
 
-__all__ = ["TrainConfig", "config_yaml", "drafter_config", "help_text", "load_config"]
+__all__ = ["TrainConfig", "drafter_config"]
 
-PROVENANCE = "provenance"
-REQUIRED = ("target", "shards", "out")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "gold": ("argmax", "token"),
     "selector_miss": ("exclude", "inject"),
@@ -159,43 +151,6 @@ class TrainConfig:
             )
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
-    """A JSON or YAML file (the ``train.json`` of a run, too), then ``key=value``; values are JSON or bare words.
-
-    Raises:
-        ConfigError: an unknown or missing key, or a value out of its range.
-    """
-    raw: dict[str, Any] = {}
-    if path is not None:
-        try:
-            text = Path(path).read_text()
-        except OSError as e:
-            raise ConfigError(f"--config {path} cannot be read: {e.strerror}.") from e
-        if Path(path).suffix == ".json":
-            raw = json.loads(text)
-        else:
-            raw = _yaml(text)
-    for setting in overrides:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {setting!r}: expected key=value.")
-        outer, _, inner = key.partition(".")
-        if inner:
-            raw.setdefault(outer, {})[inner] = _value(value)
-        else:
-            raw[key] = _value(value)
-    raw.pop(PROVENANCE, None)  # of a train.json: how that run was made, not how this one is to be
-    known = {f.name for f in fields(TrainConfig)}
-    if unknown := sorted(set(raw) - known):
-        raise ConfigError(f"unknown training settings {unknown}. Known: {sorted(known)}.")
-    if missing := sorted(set(REQUIRED) - set(raw)):
-        raise ConfigError(f"training settings {missing} are missing. Set them in the file or with --set.")
-    for name in ("shards", "frozen"):
-        if isinstance(raw.get(name), str):
-            raw[name] = [raw[name]]
-    return TrainConfig(**raw)
-
-
 def _typed(name: str, default: Any, value: Any) -> Any:
     """Numbers as numbers: YAML takes 1e-3 for text."""
     kind = type(default)
@@ -207,61 +162,6 @@ def _typed(name: str, default: Any, value: Any) -> Any:
     elif kind not in (int, bool, float) or type(value) is kind:
         return value
     raise ConfigError(f"{name}={value!r}: expected a {'number' if kind is float else kind.__name__}.")
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def to_json(config: TrainConfig, provenance: dict[str, Any]) -> str:
-    """All settings, and what the run was made with, as the text of a ``train.json``, which `load_config` reads back."""
-    return json.dumps({**asdict(config), PROVENANCE: provenance}, indent=2) + "\n"
-
-
-def help_text() -> str:
-    """Every setting with its default and what the docstring of `TrainConfig` says of it."""
-    lines = []
-    for name, default, meaning in _documented():
-        shown = "required" if default is MISSING else json.dumps(default)
-        lines += textwrap.wrap(f"{name} ({shown}): {meaning}", 110, subsequent_indent="    ")
-    return "\n".join(lines)
-
-
-def config_yaml() -> str:
-    """A file of all settings with their defaults, each explained; the required ones are examples."""
-    examples = {"target": "smollm2-135m", "shards": ["tokens/*.npz"], "out": "run", "drafter": {"mask_token_id": 16}}
-    lines = ["# Settings of dflash2 train. Those that stay as they are can be left out."]
-    for name, default, meaning in _documented():
-        lines += ["", *textwrap.wrap(meaning, 110, initial_indent="# ", subsequent_indent="# ")]
-        lines.append(f"{name}: {json.dumps(examples.get(name, default))}")
-    return "\n".join(lines) + "\n"
-
-
-def _documented() -> list[tuple[str, Any, str]]:
-    """Name, default (`MISSING` for none) and meaning of every setting."""
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(TrainConfig.__doc__ or ""), re.MULTILINE)
-    meaning = {name: " ".join(text.replace("``", "").replace("`", "").split()) for name, text in entries}
-    return [
-        (f.name, f.default if f.default_factory is MISSING else f.default_factory(), meaning.get(f.name, ""))
-        for f in fields(TrainConfig)
-    ]
-
-
-def _yaml(text: str) -> dict[str, Any]:
-    try:
-        import yaml
-    except ImportError as e:
-        raise ConfigError("YAML settings need PyYAML: pip install 'dflash2[train]', or use a .json file.") from e
-    try:
-        raw = yaml.safe_load(text) or {}
-    except yaml.YAMLError as e:
-        raise ConfigError(f"--config is no YAML: {e}") from e
-    if not isinstance(raw, dict):
-        raise ConfigError(f"--config holds a {type(raw).__name__}: expected settings, one name: value a line.")
-    return raw
 
 
 def drafter_config(target: Any, overrides: dict[str, Any]) -> DFlash2Config:

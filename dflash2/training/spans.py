@@ -129,6 +129,6 @@ class SpanAttention:
         """``q [N, B, nq, hd]``, k and v ``[N, B, nkv, hd]`` -> ``[N, B, nq, hd]``."""
         keys = torch.cat((self.keys[layer], k.flatten(0, 1)))
         values = torch.cat((self.values[layer], v.flatten(0, 1)))
-        rows = [x.transpose(0, 1).unsqueeze(0) for x in (q.flatten(0, 1), keys, values)]
-        out = attend_spans(*rows, self.masks[self.rules[layer]])
+        queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q.flatten(0, 1), keys, values))
+        out = attend_spans(queries, keys, values, self.masks[self.rules[layer]])
         return out.squeeze(0).transpose(0, 1).unflatten(0, q.shape[:2])

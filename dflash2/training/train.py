@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dflash2.config import DFlash2Config
 from dflash2.drafter import DFlash2Drafter
-from dflash2.errors import ConfigError
-from dflash2.ops.distill import LossWeights
 from dflash2.provenance import provenance
-from dflash2.target import misfits
 from dflash2.training.anchors import Blocks
-from dflash2.training.attention import TiledAttention
 from dflash2.training.batches import Batch, Batches
 from dflash2.training.checkpoint import load_resume, publish, save_resume, start_from
-from dflash2.training.config import TrainConfig, drafter_config, to_json
-from dflash2.training.data import Documents, load_shards, pack
+from dflash2.training.checks import check_fit, check_split, freeze
+from dflash2.training.config import TrainConfig, drafter_config
+from dflash2.training.config_file import to_json
+from dflash2.training.data import load_shards, pack
 from dflash2.training.initial import initialise
-from dflash2.training.loss import BlockLoss, LossOptions, block_loss, block_targets, draft_states, supervision
+from dflash2.training.loss import BlockLoss, supervision
 from dflash2.training.metrics import Metrics
 from dflash2.training.optimizer import MasterAdamW, learning_rate
 from dflash2.training.parallel import Processes
 from dflash2.training.replay import Replay, replay
+from dflash2.training.step_loss import StepLoss
 from dflash2.training.target import FrozenTarget
 
 __all__ = ["Trainer", "train"]
@@ -40,34 +37,6 @@ FREE = {"out", "target", "device", "sharding", "fast", "tensorboard", "init_from
 FREE |= {"log_seconds", "eval_seconds", "save_seconds", "save_steps"}
 #: Packed rows that initial scales are measured on.
 SAMPLE_ROWS = 4
-
-
-class StepLoss(nn.Module):
-    """The drafter's pass and its loss as one module, so that wrappers for several processes see one call."""
-
-    def __init__(self, drafter: DFlash2Drafter, config: TrainConfig, processes: Processes):
-        super().__init__()
-        self.drafter, self.config, self.processes = drafter, config, processes
-        c = config
-        self.options = LossOptions(
-            LossWeights(c.hard_weight, c.soft_weight, c.tv_weight, c.lk_weight), c.selector_weight, c.gold,
-            c.selector_miss, c.selector_mean, c.selector_detach, c.head_chunk,
-        )  # fmt: skip
-        self.attention: Any = TiledAttention
-        if c.fast:
-            from dflash2.training.spans import SpanAttention
-
-            self.attention = SpanAttention
-
-    def forward(self, blocks: Blocks, taps: Tensor, states: Tensor, head: Tensor, norm: Tensor) -> BlockLoss:
-        """Losses of one part of a step; see `block_loss`."""
-        z = draft_states(self.drafter, blocks, taps, self.attention)
-        targets = block_targets(blocks, states, self.drafter.config.block_size, self.config.gamma)
-        # Each part's selector loss is a mean of its own; their mean is the step's.
-        return block_loss(
-            self.drafter, z, head, targets, self.options, norm=norm,
-            add_up=lambda x: self.processes.add_up(x) * self.config.accumulate,
-        )  # fmt: skip
 
 
 class Trainer:
@@ -86,26 +55,26 @@ class Trainer:
         self.config, self.out = config, Path(config.out)
         self.processes = Processes(config.device, config.sharding)
         self.device = self.processes.device
-        _check_split(config, self.processes.count)
+        check_split(config, self.processes.count)
         dtype = getattr(torch, config.dtype)
         documents = load_shards(config.shards)
         if target is None:
             target = FrozenTarget.from_pretrained(config.target, (), dtype=dtype, device=str(self.device))
         self.target = target
         shape = drafter_config(target.model.config, config.drafter)
-        _check_fit(shape, target, documents)
+        check_fit(shape, target, documents)
         target.layer_ids = shape.target_layer_ids
         self.documents, held_out = documents.split(config.val_permille)
         self.validation = held_out.select(np.flatnonzero(held_out.temps == 0)[: config.val_documents])
         torch.manual_seed(config.seed)
-        self.batches = self._batches(shape)
+        self.batches = self._batches(shape.retention)
         self.step_count, self.seconds = 0, 0.0
         # Drawn on the CPU, so that a seed means the same on every device.
         self.drafter = DFlash2Drafter(shape, dtype=torch.float32).to(self.device)
         self.drafter.bind_target(target.embedding, target.head)
         self._set_weights()
         self.drafter.to(dtype)
-        _freeze(self.drafter, config.frozen)
+        freeze(self.drafter, config.frozen)
         if config.fast:
             from dflash2.training.compiled import compile_modules
 
@@ -117,9 +86,8 @@ class Trainer:
         )
         self._resume()
 
-    def _batches(self, shape: DFlash2Config) -> Batches:
-        processes = self.processes
-        return Batches(self.config, self.documents, shape.retention, processes.index, processes.count)
+    def _batches(self, retention: int | None) -> Batches:
+        return Batches(self.config, self.documents, retention, self.processes.index, self.processes.count)
 
     def _set_weights(self) -> None:
         if self.config.init_from:
@@ -242,10 +210,10 @@ class Trainer:
             )
         self.optimizer.show(averaged=False)
         self._write({"step": self.step_count, "seconds": round(self.seconds, 1), "validation": asdict(result)})
-        rows = " ".join(f"{r:.2f}" for r in result.by_row)
+        by_row = " ".join(f"{r:.2f}" for r in result.by_row)
         self._say(
             f"step {self.step_count}: acceptance length {result.rounds:.3f} in rounds, {result.anchors:.3f} at every "
-            f"position, {result.unary:.3f} without selector; accepted by row {rows}"
+            f"position, {result.unary:.3f} without selector; accepted by row {by_row}"
         )
         return result
 
@@ -302,40 +270,6 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.processes.is_first:
             print(time.strftime("%H:%M:%S"), text, flush=True)
-
-
-def _freeze(drafter: DFlash2Drafter, parts: Sequence[str]) -> None:
-    for part in parts:
-        named = [p for name, p in drafter.named_parameters() if part in name]
-        if not named:
-            raise ConfigError(f"frozen={list(parts)}: no parameter's name contains {part!r}.")
-        for p in named:
-            p.requires_grad_(False)
-
-
-def _check_split(config: TrainConfig, processes: int) -> None:
-    if config.rows_per_step % (processes * config.accumulate):
-        raise ConfigError(
-            f"rows_per_step={config.rows_per_step} cannot be split over {processes} processes in "
-            f"accumulate={config.accumulate} parts: make it a multiple of {processes * config.accumulate}."
-        )
-
-
-def _check_fit(shape: DFlash2Config, target: FrozenTarget, documents: Documents) -> None:
-    """What would otherwise show as a bad drafter, hours later."""
-    if problems := misfits(shape, target.model.config):
-        raise ConfigError("drafter does not fit the target: " + "; ".join(problems) + ". Change it under drafter.")
-    if len(documents.tokens) and (most := int(documents.tokens.max())) >= shape.vocab_size:
-        raise ConfigError(
-            f"shards hold token {most}, and the target's vocabulary ends at {shape.vocab_size - 1}: they were written "
-            "for another target."
-        )
-    masks = int((documents.tokens == shape.mask_token_id).sum())
-    if masks:
-        raise ConfigError(
-            f"shards hold the mask token {shape.mask_token_id} {masks} times: a drafter could not tell it from text. "
-            "Set drafter.mask_token_id to an id that does not occur."
-        )
 
 
 def train(config: TrainConfig) -> Replay | None:

@@ -16,7 +16,7 @@ import torch
 from test_train import DRAFTER, settings, trainer
 
 from dflash2.cli import main
-from dflash2.training.config import load_config
+from dflash2.training.config_file import load_config
 
 
 def settings_file(folder: Path, **values) -> Path:

@@ -14,15 +14,16 @@ import torch
 from test_train import DRAFTER
 
 from dflash2.errors import ConfigError
+from dflash2.training.checks import check_split
 from dflash2.training.config import TrainConfig
 from dflash2.training.parallel import Processes
 from dflash2.training.target import FrozenTarget
-from dflash2.training.train import Trainer, _check_split
+from dflash2.training.train import Trainer
 
 #: Trains one run after the other, in one of several processes: each a file of settings.
 PROGRAM = """
 import sys, torch
-from dflash2.training.config import load_config
+from dflash2.training.config_file import load_config
 from dflash2.training.train import train
 torch.set_num_threads(1)
 for file in sys.argv[1:]:
@@ -104,7 +105,7 @@ def test_two_processes_do_what_one_does(folder, name):
 def test_rows_that_cannot_be_split_are_refused():
     c = TrainConfig(target="t", shards=["a"], out="o", max_steps=1, device="cpu", rows_per_step=6, accumulate=2)
     with pytest.raises(ConfigError, match="rows_per_step=6 cannot be split over 2 processes.*a multiple of 4"):
-        _check_split(c, 2)
+        check_split(c, 2)
 
 
 def test_other_floats_than_ours_are_refused(monkeypatch):

@@ -14,7 +14,8 @@ import dflash2
 from dflash2.errors import CheckpointError, ConfigError
 from dflash2.ops.distill import LossWeights
 from dflash2.training.anchors import make_blocks
-from dflash2.training.config import TrainConfig, config_yaml, help_text, load_config
+from dflash2.training.config import TrainConfig
+from dflash2.training.config_file import config_yaml, help_text, load_config
 from dflash2.training.data import Documents, Plan, assign, pack
 from dflash2.training.loss import LossOptions, block_loss, block_targets, draft_states
 from dflash2.training.replay import greedy_drafts, replay
@@ -126,7 +127,7 @@ def test_one_document_is_overfitted_and_generation_agrees(toy_llama, shard, tmp_
         log_seconds=1e9, drafter=eight,
     )  # fmt: skip
     t.documents = t.documents.select(np.argmax(t.documents.lens)[None])
-    t.batches, t.validation = t._batches(t.drafter.config), t.documents
+    t.batches, t.validation = t._batches(t.drafter.config.retention), t.documents
     result = t.run()
     saved = dflash2.DFlash2Drafter.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
     document = t.documents.document(0).tolist()
@@ -264,6 +265,17 @@ def test_settings_are_checked(tmp_path):
     assert (c.lr, c.drafter, c.device) == (0.5, {"block_size": 4}, "cpu")
     with pytest.raises(ConfigError, match="learning_rate"):
         load_config(file, ["learning_rate=1"])
+    for name, text, message in (
+        ("a.json", "{", "is no JSON"),
+        ("a.yaml", "a: [", "is no YAML"),
+        ("b.yaml", "- 1", "holds a list: expected settings by name"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_config(tmp_path / name)
+    with pytest.raises(ConfigError, match="c.yaml cannot be read"):
+        load_config(tmp_path / "c.yaml")
+    assert load_config(file, ["lr=1e-4", "ema=.5", "shards=b.npz"]).lr == 1e-4
     with pytest.raises(ConfigError, match="would never end"):
         load_config(file, ["max_steps=0"])
     with pytest.raises(ConfigError, match="multiple of tile"):
