@@ -10,6 +10,19 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
 
+AT_A_TIME = tl.constexpr(4)
+
+
+@triton.jit
+def _sum_spans(sums_ptr, at, mask, plane, spans):
+    """Partial sums in their order, `AT_A_TIME` loads in flight; what is added past the last one is zero."""
+    total = tl.zeros(at.shape, dtype=tl.float32)
+    for first in range(0, spans, AT_A_TIME):
+        for s in tl.static_range(AT_A_TIME):
+            there = mask & (tl.full([1], first + s, tl.int32) < spans)
+            total += tl.load(sums_ptr + (first + s) * plane + at, mask=there, other=0.0)
+    return total
+
 
 @triton.jit(do_not_specialize=["rows", "spans"])
 def _features_kernel(
@@ -21,12 +34,7 @@ def _features_kernel(
     dtype = out_ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)
     mask = i < hidden
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    plane = rows.to(tl.int64) * hidden
-    sums_ptr += row * hidden
-    for _ in range(spans):
-        total += tl.load(sums_ptr + i, mask=mask, other=0.0)
-        sums_ptr += plane
+    total = _sum_spans(sums_ptr + row * hidden, i, mask, rows.to(tl.int64) * hidden, spans)
     if INT8:
         total *= tl.load(scale_ptr + i, mask=mask, other=0.0)
     x = total.to(dtype).to(tl.float32)
@@ -39,10 +47,7 @@ def _features_kernel(
 def _half(sums_ptr, plane, spans, table_ptr, matrix, at, mask, dtype, SETS: tl.constexpr, INT8: tl.constexpr,
           BIAS: tl.constexpr):  # fmt: skip
     """Half of every head of one product, summed and rounded to the model's dtype, in fp32."""
-    total = tl.zeros(at.shape, dtype=tl.float32)
-    for _ in range(spans):
-        total += tl.load(sums_ptr + at, mask=mask, other=0.0)
-        sums_ptr += plane
+    total = _sum_spans(sums_ptr, at, mask, plane, spans)
     if INT8:
         scale_ptr = tl.load(table_ptr + 2 * SETS + matrix).to(tl.pointer_type(tl.float32))
         total *= tl.load(scale_ptr + at, mask=mask, other=0.0)
