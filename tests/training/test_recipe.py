@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash2.cli import main
+from dflash2.cli import _parser, main
+from dflash2.training.config_file import load_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "training.md"
 
@@ -21,6 +22,13 @@ def recipe() -> list[list[str]]:
     assert block is not None
     lines = block[1].replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("dflash2 ")]
+
+
+@pytest.mark.parametrize("line", re.findall(r"^dflash2 .*", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
+def test_commands_of_the_docs_parse(line):
+    args = _parser().parse_args(shlex.split(line, comments=True)[1:])
+    if args.command == "train" and args.set:
+        load_config(None, ["target=t", "shards=a.npz", "out=o", "max_steps=1", *args.set])
 
 
 @pytest.fixture
