@@ -140,7 +140,8 @@ def rows(runs: Mapping[str, Replayed], costs: Mapping[str, Mapping[int, float]] 
                 add(replayed.widest, "difference_to_first_run", own - reference)
             reference = reference or own
             if group == "all":
-                found += _by_context(run, replayed, members, weights)
+                suffix = "" if len(members) == len(baseline.about) else f" {name}"
+                found += _by_context(run, replayed, members, weights, suffix)
     return found
 
 
@@ -155,7 +156,7 @@ class _Adder:
 
 
 def _groups(about: Sequence[Mapping[str, Any]]) -> Iterator[Group]:
-    """Everything at one temperature; then by data set and by domain."""
+    """Everything at one temperature; then by data set and by domain. Names say which where there are several."""
     heat = np.array([a["temperature"] for a in about])
     for t in np.unique(heat):
         yield "all", f"T={t:g}", np.flatnonzero(heat == t)
@@ -196,16 +197,11 @@ def _of_drafts(t: Tally, members: np.ndarray, weights: np.ndarray) -> Iterator[t
             yield metric, i + 1, Sample.ratio(above[members, i], below[members, i], weights)
 
 
-def _by_context(run: str, replayed: Replayed, members: np.ndarray, weights: np.ndarray) -> list[Row]:
-    t, heat = replayed.tallies[replayed.widest], {replayed.about[i]["temperature"] for i in members}
-    found: list[Row] = []
+def _by_context(run: str, replayed: Replayed, members: np.ndarray, weights: np.ndarray, suffix: str) -> Iterator[Row]:
+    t, k = replayed.tallies[replayed.widest], replayed.widest
     for level in range(t.bucket_rounds.shape[1]):
         below = t.bucket_rounds[members, level]
-        if (below > 0).sum() >= MIN_PROMPTS:
-            name = bucket_name(level)
-            several = len({a["temperature"] for a in replayed.about}) > 1
-            label = f"{name} T={heat.pop():g}" if several and len(heat) == 1 else name
-            add = _Adder(found, run, "context", label)
-            sample = Sample.ratio(t.bucket_tokens[members, level], below, weights)
-            add(replayed.widest, "acceptance_length_over_rounds", sample)
-    return found
+        estimate = Sample.ratio(t.bucket_tokens[members, level], below, weights).estimate()
+        if estimate is not None and estimate.prompts >= MIN_PROMPTS:
+            name, metric = bucket_name(level) + suffix, "acceptance_length_over_rounds"
+            yield Row(run, "context", name, k, metric, 0, **asdict(estimate))

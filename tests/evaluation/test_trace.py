@@ -12,7 +12,7 @@ from test_replay import STOP, VOCAB, guesser, questions, trace
 
 from dflash2.errors import CheckpointError, ConfigError
 from dflash2.evaluation import record
-from dflash2.evaluation.evaluate import replay_trace
+from dflash2.evaluation.evaluate import replay_trace, rows
 from dflash2.evaluation.record import Document, Question, record_answers, record_documents
 from dflash2.evaluation.sources import load_sets, trace_shards
 from dflash2.evaluation.trace import Trace, choose_layers
@@ -179,6 +179,27 @@ def test_token_shards_are_recorded_with_their_temperatures(tmp_path):
     one, two = (replay_trace(m, d) for m in (made, again))
     assert sorted(one.lengths) == sorted(two.lengths)
     assert {a["dataset"] for a in two.about} == {"gen"}
+
+
+def test_temperatures_are_never_averaged_together(tmp_path):
+    model, asked = target("llama", VOCAB), questions() * 2
+    heat = [0.0, 1.0] * 5
+    answers = [
+        record.answer(model, [q.tokens], 12, t, [], torch.Generator().manual_seed(i))[0]
+        for i, (q, t) in enumerate(zip(asked, heat, strict=True))
+    ]
+    written = [Document(q, a, t) for q, a, t in zip(asked, answers, heat, strict=True)]
+    made = record_documents(model, "toy", written, tmp_path, layer_ids=[0, 2])
+    tables = made.tables()
+    replayed = replay_trace(made, guesser().bind_target(tables.embedding, tables.head))
+    table = rows({"a": replayed})
+    names = {(r.group, r.name) for r in table}
+    expected = {("all", f"T={t}") for t in (0, 1)} | {("context", f"0-127 T={t}") for t in (0, 1)}
+    assert names == expected | {
+        (g, f"{n} T={t}") for g, n in (("dataset", "set"), ("domain", "domain")) for t in (0, 1)
+    }
+    assert {r.prompts for r in table if r.metric == "acceptance_length"} == {5}
+    assert [bool(r) for r in replayed.lengths] == [a["temperature"] == 0 for a in replayed.about]
 
 
 def test_prompt_sets_have_names(tmp_path):
