@@ -22,21 +22,25 @@ GATED_DEFAULTS = {
 }  # fmt: skip
 #: Of one program, with some to spare for what the compiler adds.
 _SHARED_BYTES = 160 * 1024
+#: BLOCK_O, BLOCK_K, WEIGHTS_FIRST, EARLY, warps, stages.
 _TILES = (
-    (32, 128, 0, 2, 4), (32, 128, 0, 2, 6), (32, 256, 0, 2, 4), (64, 64, 1, 4, 5), (64, 64, 1, 4, 6),
-    (64, 128, 1, 4, 3), (64, 128, 1, 4, 4), (64, 128, 1, 4, 5), (64, 256, 1, 4, 2), (64, 256, 1, 4, 3),
-    (64, 256, 1, 4, 4),
+    (32, 128, 0, 0, 2, 6), (64, 128, 1, 0, 4, 4), (64, 256, 1, 0, 4, 3), (64, 256, 1, 0, 4, 4), (32, 128, 0, 1, 2, 7),
+    (32, 128, 0, 1, 2, 9), (64, 128, 1, 1, 4, 4), (64, 128, 1, 1, 4, 6), (64, 128, 1, 1, 4, 8), (64, 256, 1, 1, 4, 4),
+    (64, 256, 1, 1, 4, 6),
 )  # fmt: skip
 CANDIDATES = [
-    {"BLOCK_O": o, "BLOCK_K": k, "SPLIT": split, "WEIGHTS_FIRST": first, "PREFETCH": 1024, "num_warps": warps,
-     "num_stages": stages}
-    for o, k, first, warps, stages in _TILES for split in (1, 2, 3, 4, 8)
+    {"BLOCK_O": o, "BLOCK_K": k, "SPLIT": split, "WEIGHTS_FIRST": first, "PREFETCH": 512, "EARLY": early,
+     "num_warps": warps, "num_stages": stages}
+    for o, k, first, early, warps, stages in _TILES for split in (1, 2, 3, 4, 6, 10)
 ]  # fmt: skip
 GATED_CANDIDATES = [
-    {"BLOCK_O": o, "BLOCK_K": k, "WEIGHTS_FIRST": first, "PREFETCH": 1024, "num_warps": warps, "num_stages": stages}
-    for o, k, first, warps, stages in ((16, 256, 0, 2, 4), (16, 128, 0, 2, 4), (16, 128, 0, 2, 6), (32, 128, 0, 4, 4),
-                                       (32, 128, 1, 4, 4), (32, 128, 1, 4, 5), (32, 128, 1, 4, 6), (32, 256, 1, 4, 3),
-                                       (32, 256, 1, 4, 4), (64, 128, 1, 4, 3), (64, 128, 1, 4, 4), (64, 128, 1, 8, 4))
+    {"BLOCK_O": o, "BLOCK_K": k, "WEIGHTS_FIRST": first, "PREFETCH": 512, "EARLY": early, "num_warps": warps,
+     "num_stages": stages}
+    for o, k, first, early, warps, stages in (
+        (16, 256, 0, 0, 2, 4), (16, 128, 0, 0, 2, 6), (32, 128, 1, 0, 4, 4), (32, 128, 1, 0, 4, 6),
+        (64, 128, 1, 0, 4, 3), (64, 128, 1, 0, 8, 4), (16, 256, 0, 1, 2, 5), (16, 128, 0, 1, 2, 8),
+        (32, 128, 1, 1, 4, 4), (32, 128, 1, 1, 4, 8), (64, 128, 1, 1, 4, 4), (64, 128, 1, 1, 8, 3),
+    )
 ]  # fmt: skip
 
 

@@ -140,13 +140,13 @@ def _row_linear(name: str, rows: int, inner: int, outs: int) -> Operation:
 def _block_linear(rows: int, inner: int, outs: list[int], int8: bool, inputs: Inputs) -> Call:
     x = inputs.normal(rows, inner)
     weights, scales = zip(*(inputs.weight(out, inner, int8) for out in outs), strict=True)
-    return lambda backend: block_linear(x, weights, scales, backend=backend)
+    return lambda backend: block_linear(x, weights, scales, settled=True, backend=backend)
 
 
 def _gated(rows: int, inner: int, outs: int, int8: bool, inputs: Inputs) -> Call:
     x = inputs.normal(rows, inner)
     (gate, gate_scale), (up, up_scale) = (inputs.weight(outs, inner, int8) for _ in range(2))
-    return lambda backend: gated_linear(x, gate, up, (gate_scale, up_scale), backend=backend)
+    return lambda backend: gated_linear(x, gate, up, (gate_scale, up_scale), settled=True, backend=backend)
 
 
 def _heads(c: DFlash2Config, rows: int) -> Iterator[Operation]:
