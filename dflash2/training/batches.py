@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dflash2.training.anchors import Blocks, draw_blocks
@@ -49,14 +51,20 @@ class Batches:
         documents: training documents.
         retention: see `make_blocks`.
         index, count: this process and how many there are.
+        device: where the batches will go.
     """
 
-    def __init__(self, config: TrainConfig, documents: Documents, retention: int | None, index: int, count: int):
+    def __init__(
+        self, config: TrainConfig, documents: Documents, retention: int | None, index: int, count: int,
+        device: torch.device,
+    ):  # fmt: skip
         self.config, self.documents, self.retention = config, documents, retention
         self.index, self.count = index, count
         self.plan = Plan(documents, config.row_tokens, config.rows_per_step, config.seed)
-        self.pinned = config.device.startswith("cuda")
-        self._pool = ThreadPoolExecutor(1)
+        self.pinned = device.type == "cuda"
+        # Memory is pinned in the context of a device; without this it would be the first one's in every process.
+        begin = functools.partial(torch.cuda.set_device, device) if self.pinned and device.index is not None else None
+        self._pool = ThreadPoolExecutor(1, initializer=begin)
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     def __getitem__(self, step: int) -> list[Batch]:

@@ -87,7 +87,8 @@ class Trainer:
         self._resume()
 
     def _batches(self, retention: int | None) -> Batches:
-        return Batches(self.config, self.documents, retention, self.processes.index, self.processes.count)
+        processes = self.processes
+        return Batches(self.config, self.documents, retention, processes.index, processes.count, self.device)
 
     def _set_weights(self) -> None:
         if self.config.init_from:

@@ -21,11 +21,11 @@ def config(window=6, layer_types=(SLIDING, FULL), is_causal=None, block=4, **kw)
     if SLIDING not in layer_types:
         window = None
     v2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 3}
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
     return DFlash2Config(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=len(layer_types), num_attention_heads=4,
-        num_key_value_heads=2, head_dim=4, vocab_size=31, mask_token_id=30, target_layer_ids=(0, 1), block_size=block,
-        rope_parameters={"rope_theta": 1e4}, layer_types=layer_types, sliding_window=window, is_causal=is_causal,
-        **(v2 | kw),
+        hidden_size=16, intermediate_size=24, num_hidden_layers=len(layer_types), vocab_size=31, mask_token_id=30,
+        target_layer_ids=(0, 1), block_size=block, rope_parameters={"rope_theta": 1e4}, layer_types=layer_types,
+        sliding_window=window, is_causal=is_causal, **(shape | v2 | kw),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dflash2.training import spans
 from dflash2.training.target import FrozenTarget
 from dflash2.training.train import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWarning")
 
 
 def toy():

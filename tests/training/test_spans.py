@@ -96,7 +96,7 @@ def test_flex_attention_equals_tiled_attention(is_causal):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.filterwarnings("ignore:::torch")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_on_a_gpu_are_those_of_tiled_attention(dtype):
     """Against fp64: flex attention errs at most twice as much as SDPA in the same dtype, and a rounding step."""
