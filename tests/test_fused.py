@@ -5,6 +5,7 @@ import torch
 from tiny import FULL, SLIDING, Toy, poison, tiny_config
 
 from dflash2.errors import ConfigError
+from dflash2.ops.launch import override
 
 V1 = {"architecture": "DFlashDraftModel", "is_causal": None}
 CONFIGS = {
@@ -118,6 +119,37 @@ def test_a_hidden_state_that_is_no_number_is_flagged(device):
     here = OnDevice(tiny_config(), device)
     here.drafter.layers[1].mlp.down_proj.weight[3] = float("nan")
     assert not here.propose("triton").valid.any()
+
+
+#: Wide enough for what the kernels do with whole tiles.
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "conv_group_size": 16}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("int8", [False, True], ids=["dense", "int8"])
+def test_weights_that_are_asked_for_early_change_no_bit(int8, device):
+    """Round after round, each kernel of which may start while those before it still run."""
+    found = []
+    for early in (0, 1):
+        layers = 1 if device == "cpu" else 3
+        here = OnDevice(tiny_config(**WIDE, num_hidden_layers=layers), device, torch.float16)
+        settings = {"EARLY": early, "num_stages": 5}
+        if int8:
+            here.drafter.quantize_linears()
+        rounds = []
+        with override("block_linear", settings), override("gated_linear", settings), override("row_linear", settings):
+            for step in range(1 if device == "cpu" else 20):
+                here.append(here.seqs[0], here.starts[0], here.starts[0] + 1, step)
+                here.starts[0] += 1
+                rounds.append(here.propose("triton", temperature=1.0))
+        found.append((rounds, here.kv.export_state(here.seqs[0])))
+    (rounds, state), (rounds_early, state_early) = found
+    for a, b in zip(rounds, rounds_early, strict=True):
+        assert a.valid.tolist() == [True, True, False, True]
+        assert torch.equal(a.candidates, b.candidates)
+        assert torch.equal(a.q, b.q)
+    assert torch.equal(state.keys, state_early.keys)
+    assert torch.equal(state.values, state_early.values)
 
 
 def test_graphs_need_a_gpu():
