@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ PROMPTS_HELP = (
     "sets of prompts, each a name like gsm8k or builtin, or a .jsonl file of lines like "
     '{"turns": ["the prompt"]}; NAME=SOURCE to call one something else'
 )
+#: Settings of the answers and what they are by default; None on the command line is not given.
+DECODING: dict[str, int | float] = {
+    "limit": 0,
+    "max_new_tokens": 256,
+    "temperature": 0.0,
+    "seed": 0,
+    "batch_size": 32,
+}
 
 
 def add_commands(commands: Any) -> None:
@@ -65,11 +74,31 @@ def add_commands(commands: Any) -> None:
 
 def _decoding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", nargs="+", metavar="SOURCE", help=PROMPTS_HELP)
-    parser.add_argument("--limit", type=int, default=0, help="first so many prompts of each set; 0: all")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="budget of an answer (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers; 0 is greedy (default)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, help="prompts at a time (default: %(default)s)")
+    helps = {
+        "limit": "first so many prompts of each set, 0 for all",
+        "max_new_tokens": "budget of an answer",
+        "temperature": "of the answers, 0 is greedy",
+        "seed": "of sampling",
+        "batch_size": "prompts at a time",
+    }
+    for name, default in DECODING.items():
+        help_ = f"{helps[name]} (default: {default})"
+        parser.add_argument("--" + name.replace("_", "-"), type=type(default), help=help_)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(args, name) for name in DECODING}
+    settings = {**DECODING, **{k: v for k, v in given.items() if v is not None}}
+    for name, low in (("limit", 0), ("max_new_tokens", 1), ("temperature", 0), ("batch_size", 1)):
+        if not low <= settings[name] < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} {settings[name]}: expected at least {low}.")
+    return {"prompts": args.prompts, **settings}
+
+
+def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    given = ["--" + name.replace("_", "-") for name in names if getattr(args, name) not in (None, False, 0)]
+    if given:
+        raise ConfigError(f"{why}. Leave out {', '.join(given)}.")
 
 
 def _where(parser: argparse.ArgumentParser, auto: str) -> None:
@@ -82,8 +111,11 @@ def _trace(args: argparse.Namespace) -> int:
     from dflash2.evaluation.sources import trace_prompts, trace_shards
     from dflash2.loading import load_target, pick_device
 
+    settings = _settings(args)
     if (args.prompts is None) == (args.shards is None):
         raise ConfigError("give either --prompts to be answered, or --shards of answers.")
+    if args.shards:
+        _refuse(args, ("max_new_tokens", "temperature", "seed"), "--shards were decoded before")
     if args.layers and args.drafter:
         raise ConfigError("give --layers or --drafter: the layers of a drafter are those that it reads.")
     layers = args.layers or [
@@ -92,16 +124,13 @@ def _trace(args: argparse.Namespace) -> int:
     device, dtype = pick_device(args.device, args.dtype)
     target, tokenizer = load_target(args.target, device, dtype)
     if args.shards:
-        made = trace_shards(target, args.target, args.shards, args.out, layers, args.limit, args.batch_size)
+        made = trace_shards(
+            target, args.target, args.shards, args.out, layers, settings["limit"], settings["batch_size"]
+        )
     else:
-        made = trace_prompts(target, tokenizer, args.target, args.out, layers, _settings(args))
+        made = trace_prompts(target, tokenizer, args.target, args.out, layers, settings)
     print(f"{made.folder}: {made.about['shards']} shards, layers {list(made.layer_ids)}")
     return 0
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("prompts", "limit", "max_new_tokens", "temperature", "seed", "batch_size")
-    return {name: getattr(args, name) for name in names}
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -109,11 +138,12 @@ def _eval(args: argparse.Namespace) -> int:
         return _live(args)
     if (args.prompts is None) == (args.trace is None):
         raise ConfigError("give either --trace, a folder of `dflash2 trace`, or --prompts to make one of.")
-    if args.num_draft_tokens is not None:
-        raise ConfigError("--num-draft-tokens goes with --live: replay reports every number of drafts.")
+    _refuse(args, ["num_draft_tokens"], "replay reports every number of drafts, one of them goes with --live")
+    if args.trace is not None:
+        _refuse(args, DECODING, "a trace was decoded before")
     from dflash2.evaluation.session import evaluate
 
-    report, ok = evaluate(args, _named(args.drafter))
+    report, ok = evaluate(args, _named(args.drafter), _settings(args))
     for run, lengths in report["acceptance_length"].items():
         print(f"{run}: acceptance length " + ", ".join(f"{name} {value:.3f}" for name, value in lengths.items()))
     print(args.out / "report.html")
@@ -133,26 +163,23 @@ def _named(drafters: list[str] | None) -> dict[str, str]:
 
 
 def _live(args: argparse.Namespace) -> int:
-    given = [name for name in ("trace", "costs", "live_check", "widest_only") if getattr(args, name)]
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ConfigError(f"--live generates and takes no {flags}. Leave them out.")
+    _refuse(args, ("trace", "costs", "live_check", "widest_only"), "--live generates and replays nothing")
     if args.prompts is None or len(args.drafter or [""]) != 1:
         raise ConfigError("--live takes --prompts and one --drafter.")
     from dflash2.evaluation.acceptance import live_report
     from dflash2.evaluation.sources import load_sets
     from dflash2.loading import load_pair
 
-    sets, sources = load_sets(args.prompts, args.limit)
+    settings = _settings(args) | {"num_draft_tokens": args.num_draft_tokens}
+    sets, sources = load_sets(settings.pop("prompts"), settings.pop("limit"))
     (drafter_path,) = _named(args.drafter).values()
     target_name = args.target or EMBEDDED_TARGET
     target, tokenizer, drafter = load_pair(
         target_name, drafter_path, args.device, args.dtype,
         int8_linears=args.drafter_int8, draft_int8_head=args.draft_int8_head,
     )  # fmt: skip
-    names = ("max_new_tokens", "batch_size", "num_draft_tokens", "temperature", "seed")
     origin = {"prompts": sources, "target": Path(target_name).name, "drafter": Path(drafter_path).name}
-    report = live_report(target, tokenizer, drafter, sets, origin, **{name: getattr(args, name) for name in names})
+    report = live_report(target, tokenizer, drafter, sets, origin, **settings)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "live.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(args.out / "live.json")

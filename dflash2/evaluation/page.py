@@ -63,7 +63,7 @@ def page(report: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"<h1>{escape(report['title'])}</h1>",
         f"<p class='soft'>Acceptance length: {escape(report['definition'])}. {NOTE}</p>",
         "<div class='cards'>", *(_card(run, i, report, rows) for i, run in enumerate(runs)), "</div>",
-        "<div class='charts'>", *_charts(runs, report, _coldest(rows)), "</div>",
+        _lines_are_of(rows), "<div class='charts'>", *_charts(runs, report, _coldest(rows)), "</div>",
         *_check(report), _summary(runs, rows), _table(rows), _settings(report),
     ]  # fmt: skip
     return (
@@ -84,6 +84,11 @@ def _style(runs: int) -> str:
         rules.append(f"rect.c{i},circle.c{i},polygon.c{i}{{fill:var(--c{i})}}.line.c{i}{{stroke:var(--c{i})}}")
         rules.append(f".key.c{i}{{background:var(--c{i})}}")
     return STYLE.replace("LIGHT", "".join(light)).replace("DARK", "".join(dark)) + "".join(rules)
+
+
+def _lines_are_of(rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(r.name for r in rows if r.group == "all"))
+    return f"<p class='soft'>Lines are of {names[0]}.</p>" if len(names) > 1 else ""
 
 
 def _coldest(rows: Sequence[Row]) -> list[Row]:

@@ -25,12 +25,13 @@ from dflash2.targets import EMBEDDED_TARGET
 __all__ = ["evaluate"]
 
 
-def evaluate(args: Namespace, drafters: Mapping[str, str]) -> tuple[dict[str, Any], bool]:
+def evaluate(args: Namespace, drafters: Mapping[str, str], settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Run `dflash2 eval` with the arguments of its parser, and write the report.
 
     Args:
         args: see `dflash2.evaluation.command`.
         drafters: folders, hub ids or names, by the name of their run.
+        settings: of the trace, if one is to be made; see `trace_prompts`.
 
     Returns:
         The report; and False if a live check in float32 found another output or other rounds.
@@ -44,7 +45,7 @@ def evaluate(args: Namespace, drafters: Mapping[str, str]) -> tuple[dict[str, An
         target, tokenizer = load_target(args.target or EMBEDDED_TARGET, device, dtype)
         layers = [i for c in configs.values() for i in c.target_layer_ids]
         name, folder = args.target or EMBEDDED_TARGET, args.out / "trace"
-        trace = trace_prompts(target, tokenizer, name, folder, layers, vars(args))
+        trace = trace_prompts(target, tokenizer, name, folder, layers, settings)
     else:
         trace = Trace(args.trace)
         dtype = trace.dtype if args.dtype == "auto" else dtype
