@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from test_blocks import FULL, SLIDING, config, packed_blocks
+from test_blocks import FULL, SLIDING, config, documents, packed_blocks
 from torch.nn import functional as F
 
 from dflash2.training.anchors import draw_blocks
 from dflash2.training.attention import TiledAttention
+from dflash2.training.data import Documents, assign, pack
+from dflash2.training.loss import supervision
 from dflash2.training.spans import SpanAttention, block_spans, document_spans, span_mask
 from dflash2.training.target import FrozenTarget, document_mask
 
@@ -152,23 +155,24 @@ def toy(kind, small):
 
 
 def test_rows_draw_the_same_anchors_whatever_rows_are_beside_them():
-    import numpy as np
+    docs = documents(4)
+    rows = assign(docs.lens, 32)
+    together, alone = pack(docs, rows, 32), [pack(docs, [row], 32) for row in rows]
+    rngs = [[np.random.default_rng((1, r)) for r in range(len(rows))] for _ in range(2)]
+    blocks = draw_blocks(together, 8, rngs[0], 4, 6)
+    eligible = set(together.eligible().tolist())
+    for r, (anchors, valid) in enumerate(zip(blocks.anchors.view(-1, 8), blocks.valid.view(-1, 8), strict=True)):
+        single = draw_blocks(alone[r], 8, [rngs[1][r]], 4, 6)
+        assert torch.equal(single.anchors + 32 * r, anchors)
+        assert torch.equal(single.valid, valid)
+        chosen = anchors[valid].tolist()
+        assert len(set(chosen)) == len(chosen) == min(8, sum(e // 32 == r for e in eligible))
+        assert set(chosen) <= eligible
 
-    rows, _ = packed_blocks(config(), seed=4)
 
-    def drawn(first, end):
-        part = type(rows)(
-            rows.tokens[first:end], rows.document[first:end], rows.positions[first:end],
-            *(x for x in (rows.first, rows.answer, rows.end, rows.source)),
-        )  # fmt: skip
-        return part
-
-    both = draw_blocks(rows, 8, [np.random.default_rng((1, r)) for r in range(len(rows.tokens))], 4, 6)
-    assert len(both.anchors) == 8 * len(rows.tokens)
-    eligible = set(rows.eligible().tolist())
-    for r, block in enumerate(both.anchors.view(-1, 8)):
-        valid = both.valid.view(-1, 8)[r]
-        here = {e for e in eligible if e // 32 == r}
-        chosen = block[valid].tolist()
-        assert len(set(chosen)) == len(chosen) == min(8, len(here))
-        assert set(chosen) <= here
+def test_a_row_without_answers_has_blocks_that_count_nowhere():
+    docs = Documents(np.arange(12), np.array([6, 6]), np.array([6, 2]), np.zeros(2))
+    blocks = draw_blocks(pack(docs, [[0], [1]], 8), 4, [np.random.default_rng(r) for r in range(2)], 2, None)
+    assert blocks.valid.tolist() == [False] * 4 + [True] * 3 + [False]
+    assert not supervision(blocks, 4, 2.0)[:4].any()
+    assert supervision(blocks, 4, 2.0)[4:7, 0].all()
