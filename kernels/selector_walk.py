@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
+from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
 
 DEFAULTS = {"rank_tile": 64, "num_stages": 4, "num_warps": 8}
 CANDIDATES = [
@@ -62,7 +62,7 @@ def _selector_walk_kernel(
     vocab, multiplier, softcap, temperature_stride,
     K: tl.constexpr, C: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, SAMPLED: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    CODE_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -76,6 +76,10 @@ def _selector_walk_kernel(
     # Whatever the ids are, rows inside the codebooks are read.
     ids = tl.minimum(tl.maximum(ids, 0), vocab - 1)
     before = tl.minimum(tl.maximum(before, 0), vocab - 1)
+    if CODE_BYTES > 0:
+        # Whole rows at once: the loop below, a few columns ahead, would wait for memory over and over.
+        prefetch_rows(predecessor_ptr + tl.reshape(before, [ROWS * SLOTS])[:, None] * RANK, CODE_BYTES, PDL)
+        prefetch_rows(successor_ptr + tl.reshape(ids, [ROWS * SLOTS])[:, None] * RANK, CODE_BYTES, PDL)
 
     raw = tl.load(logits_ptr + at, mask=there, other=0.0).to(tl.float32)
     strange = there & (slot == 0) & ((raw != raw) | (tl.abs(raw) == float("inf")))
@@ -180,6 +184,7 @@ def selector_walk(
             STAGES=stages,
             CAPPED=softcap is not None,
             SAMPLED=temperature is not None,
+            CODE_BYTES=_lines(rank * predecessor_codebook.element_size()),
             num_warps=settings["num_warps"],
             PARTS=gate.shape[0],
             **dependent_launch(gate),
@@ -190,6 +195,11 @@ def selector_walk(
 def _extents(k: int, count: int) -> tuple[int, int]:
     """Rows and candidates rounded up to what tensor cores take."""
     return triton.next_power_of_2(k), max(triton.next_power_of_2(count), 16)
+
+
+def _lines(row_bytes: int) -> int:
+    """What of a row to ask for: a power of two of 128-byte lines, or none."""
+    return 128 << (row_bytes // 128).bit_length() - 1 if row_bytes >= 128 else 0
 
 
 def _pipeline(settings: dict[str, int], rank: int, codes: int, column_bytes: int) -> tuple[int, int]:

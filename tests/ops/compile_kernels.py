@@ -95,7 +95,7 @@ KERNELS = {
          "uniforms_ptr": F64, "tokens_ptr": I64, "index_ptr": I64, "q_ptr": F32, "meaningful_ptr": I1,
          "multiplier": "fp32", "softcap": "fp32"},
         {"K": 7, "C": 16, "RANK": 256, "ROWS": 8, "SLOTS": 16, "TILE": 32, "STAGES": 2, "CAPPED": True, "SAMPLED": True,
-         "PARTS": 8}, 4, 2,
+         "PARTS": 8, "CODE_BYTES": 512}, 4, 2,
     ),
     "decode_attention._decode_attention_kernel": (
         {"slots_ptr": I64, "lengths_ptr": I64, "cos_ptr": F32, "sin_ptr": F32, "eps": "fp32"},
