@@ -17,7 +17,7 @@ import dflash2
 from dflash2.evaluation.evaluate import replay_trace
 from dflash2.evaluation.live_check import live_check
 from dflash2.evaluation.record import Document, Question, answer, record_answers, record_documents
-from dflash2.evaluation.replay import anchors_of, draft_odds
+from dflash2.evaluation.replay import Odds, anchors_of, draft_odds
 from dflash2.evaluation.rounds import round_lengths
 from dflash2.evaluation.trace import Shard, Trace
 from dflash2.lm_head import DenseLMHead
@@ -58,7 +58,7 @@ def bound(kind: str, tables) -> dflash2.DFlash2Drafter:
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_odds_are_those_of_real_proposals_everywhere(kind, tmp_path):
     """Every position, every width, the shorter blocks before the end of the budget included."""
-    made = trace(tmp_path, stops=[])
+    made = trace(tmp_path, tokens=12, stops=[])
     tables = made.tables()
     d = bound(kind, tables)
     for shard in made.shards():
@@ -264,6 +264,28 @@ def test_training_counts_the_same_rounds(tmp_path):
     assert found.unary == pytest.approx(float((t.tokens / t.unary_rounds).mean()))
     assert found.anchors == pytest.approx(float(t.yielded.sum() / t.anchors.sum()))
     assert found.by_row == pytest.approx((t.kept.sum(0) / t.reached.sum(0).clip(1)).tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_kernels(temperature, kernel_device, tmp_path):
+    """The same odds from Triton kernels: in the interpreter where there is no GPU."""
+    made = record_answers(
+        target("llama", VOCAB), "toy", questions()[:1], tmp_path, layer_ids=(0, 2), max_new_tokens=5,
+        temperature=temperature,
+    )  # fmt: skip
+    shard = next(made.shards())
+    a = anchors_of(shard, 1000)
+    odds: list[Odds] = []
+    for backend, device in (("torch", "cpu"), ("triton", kernel_device)):
+        tables = made.tables(device)
+        d = dflash2.DFlash2Drafter(guesser().config, device=device).requires_grad_(False)
+        d.load_state_dict(guesser().state_dict())
+        d.backend = backend
+        d.bind_target(tables.embedding, tables.head)
+        odds.append(draft_odds(d, shard, shard.taps, tables.head, a, [4])[4])
+    for name in ("stands", "unary", "found", "overlap"):
+        one, other = (getattr(o, name) for o in odds)
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.gpu
