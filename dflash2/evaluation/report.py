@@ -14,6 +14,7 @@ from dflash2.evaluation.definition import DEFINITION
 from dflash2.evaluation.evaluate import Replayed, Row, rows
 from dflash2.evaluation.live_check import LiveCheck
 from dflash2.evaluation.page import page
+from dflash2.evaluation.statistics import DRAWS
 from dflash2.evaluation.trace import Trace
 from dflash2.int8_linear import has_int8_linears
 from dflash2.lm_head import Int8LMHead
@@ -74,7 +75,7 @@ def make_report(
         "trace": {**trace.about, "agreement": min(f["agreement"] for f in trace.found()), "made_by": trace.origin},
         "settings": {
             "documents": len(runs[baseline].about),
-            "intervals": "95 %, 1000 bootstrap resamples of prompts, the same for every run",
+            "intervals": f"95 %, {DRAWS} bootstrap resamples of prompts, the same for every run",
             "at_a_temperature": "expected rounds over the recorded answers, which were sampled at that temperature",
         },
         "provenance": provenance(device),

@@ -146,16 +146,20 @@ class Trace:
                 "`dflash2 trace` again: it goes on where it ended."
             )
         self._paths = paths
+        self._kept: tuple[tuple[str, torch.dtype], Tables] | None = None
         self.layer_ids = tuple(int(i) for i in self.about["layer_ids"])
         self.max_new_tokens = int(self.about["max_new_tokens"])
         self.dtype: torch.dtype = getattr(torch, self.about["dtype"])
 
     def tables(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Tables:
-        """The target's embedding and head; in the trace's dtype by default."""
-        tensors, _ = _load(self.folder / TABLES, self.key)
-        tensors = {name: t.to(device, dtype or self.dtype) for name, t in tensors.items()}
-        head = tensors.get("head", tensors["embedding"])
-        return Tables(tensors["embedding"], DenseLMHead(head, tensors.get("bias")))
+        """The target's embedding and head, in the trace's dtype by default; the same tensors when asked for again."""
+        kind = (str(device), dtype or self.dtype)
+        if self._kept is None or self._kept[0] != kind:
+            tensors, _ = _load(self.folder / TABLES, self.key)
+            tensors = {name: t.to(device, kind[1]) for name, t in tensors.items()}
+            head = DenseLMHead(tensors.get("head", tensors["embedding"]), tensors.get("bias"))
+            self._kept = kind, Tables(tensors["embedding"], head)
+        return self._kept[1]
 
     def shards(self) -> Iterator[Shard]:
         """All shards, one in memory at a time."""

@@ -39,5 +39,5 @@ def test_definition_and_metrics_are_the_codes(pair, traced):
     replayed = replay_trace(trace, DFlash2Drafter.from_pretrained(pair[1], dtype=trace.dtype))
     costs = dict.fromkeys(range(8), 1.0)
     found = rows({"a": replayed, "b": replayed}, {"a": costs, "b": costs})
-    explained = set(re.findall(r"`(\w+)`", TEXT[TEXT.index("| metric |") : TEXT.index("Groups are")]))
+    explained = set(re.findall(r"`(\w+)`", TEXT[TEXT.index("| metric |") : TEXT.index("Rates count")]))
     assert {r.metric for r in found} == explained
