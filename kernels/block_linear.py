@@ -90,12 +90,14 @@ def _sums(
         for k0 in range(begin - BLOCK_K, end, BLOCK_K):
             begun = tl.full([1, 1], k0, tl.int32) >= begin
             w = tl.load(w_at + k0 + k, mask=begun, other=0, eviction_policy="evict_first")
-            total = _step(x, scale, w, total, INT8, PLANES, WEIGHTS_FIRST)
             k1 = k0 + BLOCK_K + inputs_ready(PDL)
-            x = tl.load(x_at + k1 + k, mask=inside & (tl.full([1, 1], k1, tl.int32) < end), other=0)
+            next_x = tl.load(x_at + k1 + k, mask=inside & (tl.full([1, 1], k1, tl.int32) < end), other=0)
+            next_scale = scale
             if PLANES:
                 there = (row < rows) & (tl.full([1], k1, tl.int32) < end)
-                scale = tl.load(x_scale_at + k1 // GROUP, mask=there, other=0.0)
+                next_scale = tl.load(x_scale_at + k1 // GROUP, mask=there, other=0.0)
+            total = _step(x, scale, w, total, INT8, PLANES, WEIGHTS_FIRST)
+            x, scale = next_x, next_scale
     else:
         for k0 in range(begin, end, BLOCK_K):
             k = (k0 + tl.arange(0, BLOCK_K))[None, :]

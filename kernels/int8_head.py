@@ -104,9 +104,10 @@ def _logits(
         for start in range(-BLOCK_K, hidden, BLOCK_K):
             begun = tl.full([1, 1], start, tl.int32) >= 0
             weight = tl.load(weight_at + start * weight_column_stride, mask=begun, other=0)
-            sums = tl.dot(weight, halves, sums, out_dtype=tl.int32)
             after = start + BLOCK_K + inputs_ready(PDL)
-            halves = tl.load(half_at + after, mask=there & (tl.full([1, 1], after, tl.int32) < hidden), other=0)
+            next_halves = tl.load(half_at + after, mask=there & (tl.full([1, 1], after, tl.int32) < hidden), other=0)
+            sums = tl.dot(weight, halves, sums, out_dtype=tl.int32)
+            halves = next_halves
     else:
         for start in range(0, hidden, BLOCK_K):
             if EVEN:

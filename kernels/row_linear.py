@@ -81,11 +81,14 @@ def _span_sum(
         x = tl.zeros([x_at.shape[0], BLOCK_K], x_at.dtype.element_ty)
         for at in range(begin - BLOCK_K, end, BLOCK_K):
             weight = tl.load(weight_at + at + k, mask=tl.full([1, 1], at, tl.int32) >= begin, other=0)
-            total = _step(x, scale, weight, total, PLANES)
             after = at + BLOCK_K + inputs_ready(PDL)
-            x = tl.load(x_at + after + k, mask=tl.full([1, 1], after, tl.int32) < end, other=0)
+            next_x = tl.load(x_at + after + k, mask=tl.full([1, 1], after, tl.int32) < end, other=0)
+            next_scale = scale
             if PLANES:
-                scale = tl.load(x_scale_at + after // GROUP, mask=tl.full([1], after, tl.int32) < end, other=0.0)
+                there = tl.full([1], after, tl.int32) < end
+                next_scale = tl.load(x_scale_at + after // GROUP, mask=there, other=0.0)
+            total = _step(x, scale, weight, total, PLANES)
+            x, scale = next_x, next_scale
     else:
         for at in range(begin, end, BLOCK_K):
             if EVEN:
