@@ -66,7 +66,8 @@ class Processes:
             # One group: context rows need the projections of all layers at once.
             fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
             return module
-        return self.accelerator.prepare_model(module)
+        # A single process stays where it was told to be, which accelerate may see otherwise.
+        return module if self.count == 1 else self.accelerator.prepare_model(module)
 
     @contextmanager
     def accumulating(self, module: nn.Module, more: bool) -> Iterator[None]:
