@@ -12,7 +12,7 @@ from dflash2.errors import ConfigError
 from dflash2.evaluation.definition import template_sha256
 from dflash2.evaluation.record import Document, Question, record_answers, record_documents
 from dflash2.evaluation.trace import Trace
-from dflash2.prompts import load_prompts, prompt_ids
+from dflash2.prompts import all_prompt_ids, load_prompts
 from dflash2.training.data import load_shards
 
 __all__ = ["load_sets", "trace_prompts", "trace_shards"]
@@ -58,11 +58,9 @@ def trace_prompts(
     """
     sets, about = load_sets(settings["prompts"], settings["limit"])
     questions = [
-        Question(
-            prompt_ids(tokenizer, p["turns"][0], p.get("system")), source, p.get("domain", ""), str(p.get("id", i))
-        )
+        Question(ids, source, p.get("domain") or "", str(p.get("id", i)))
         for source, prompts in sets.items()
-        for i, p in enumerate(prompts)
+        for i, (ids, p) in enumerate(zip(all_prompt_ids(tokenizer, prompts), prompts, strict=True))
     ]
     return record_answers(
         target, name, questions, folder, layer_ids=layers, max_new_tokens=settings["max_new_tokens"],

@@ -24,8 +24,8 @@ class Tokens:
 
     chat_template = None
 
-    def __call__(self, text: str) -> dict:
-        return {"input_ids": [ord(c) - 32 for c in text if 32 <= ord(c) < 32 + V]}
+    def __call__(self, texts: list[str]) -> dict:
+        return {"input_ids": [[ord(c) - 32 for c in text if 32 <= ord(c) < 32 + V] for text in texts]}
 
 
 def logits_under_both(model: nn.Module, ids: list[int]) -> tuple[Tensor, Tensor]:
