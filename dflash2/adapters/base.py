@@ -12,15 +12,15 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from dflash2.adapters.chunks import Chunk, Drafts
+from dflash2.adapters.chunks import Chunk, Drafts, Live
 from dflash2.drafter import DFlash2Drafter
-from dflash2.errors import CapacityError
+from dflash2.errors import CapacityError, PositionError
 from dflash2.positions import upload
 from dflash2.proposal import Proposal
 from dflash2.window_kv import WindowKV
@@ -61,9 +61,10 @@ class DraftCounters:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A chunk and its rows of the step's taps."""
+    """A chunk, its place in the step, and its rows of the step's taps."""
 
     chunk: Chunk
+    index: int
     first: int
     end: int
 
@@ -111,6 +112,8 @@ class RequestDrafter:
         self._invalid = torch.zeros((), dtype=torch.int64, device=drafter.device)
         self._busy: set[Hashable] = set()
         self._open: OrderedDict[Hashable, int] = OrderedDict()  # least recently stepped first
+        self._max_tokens = max_tokens
+        self._reserved: set[int] = set()  # sequences whose pages are there for positions that only the device knows
 
     @property
     def requests(self) -> list[Hashable]:
@@ -126,13 +129,35 @@ class RequestDrafter:
         """These ids are finished, aborted, or about to name something else. Unknown ones are fine."""
         for request in requests:
             if (seq := self._open.pop(request, None)) is not None:
+                self._reserved.discard(seq)
                 self.kv.close(seq)
 
     def retain(self, requests: Collection[Hashable]) -> None:
         """Forget all but these: for engines that do not tell of every end."""
         self.forget([r for r in self._open if r not in requests])
 
-    def step(self, chunks: Sequence[Chunk], taps: Tensor, generator: torch.Generator | None = None) -> Drafts:
+    def warm_up(self, taps: Tensor) -> None:
+        """Run all that a step runs, so that kernels are compiled and the memory that they need is seen.
+
+        Args:
+            taps: ``[rows, T*H]``, any values: the most rows that a step may have.
+        """
+        counters, self.counters = self.counters, DraftCounters()
+        count = min(self.kv.max_sequences - len(self._open), len(taps))
+        share = -(-len(taps) // max(count, 1))
+        parts = [min(share, len(taps) - at) for at in range(0, len(taps), share)] if count else []
+        chunks = [Chunk(("warm up", i), 0, [0] * n, n, n, 0) for i, n in enumerate(parts)]
+        self.step(chunks, taps)
+        self.forget([c.request for c in chunks])
+        self.counters = counters
+
+    def step(
+        self,
+        chunks: Sequence[Chunk],
+        taps: Tensor,
+        generator: torch.Generator | None = None,
+        live: Live | None = None,
+    ) -> Drafts:
         """Take what the target ran, then draft for every chunk that has an anchor.
 
         All rows of the step are stored before any draft is made, and a context that begins at a prefix is opened after
@@ -142,13 +167,15 @@ class RequestDrafter:
             chunks: one per request.
             taps: ``[sum(rows), T*H]``, chunk after chunk.
             generator: noise for sampled drafts.
+            live: where the requests are, when some have `Chunk.moved`; then nothing here waits for the device, except
+                for requests that begin.
 
         Returns:
             `Drafts`. A request that fails on the way has none, and its context is dropped.
         """
         self.counters.steps += 1
         ends = torch.tensor([c.rows for c in chunks]).cumsum(0).tolist()
-        placed = [_Placed(c, end - c.rows, end) for c, end in zip(chunks, ends, strict=True)]
+        placed = [_Placed(c, i, end - c.rows, end) for i, (c, end) in enumerate(zip(chunks, ends, strict=True))]
         self._busy = {c.request for c in chunks}
         stays: list[_Placed] = []
         begins: list[_Placed] = []
@@ -159,22 +186,31 @@ class RequestDrafter:
 
         for p in placed:
             self._each("place", [p], place)
-        done = self._each("append", stays, lambda some: self._append(some, taps))
+        moved = [p for p in stays if p.chunk.moved]
+        done = self._each("append", [p for p in stays if not p.chunk.moved], lambda some: self._append(some, taps))
+        if live is not None:
+            done += self._each("append", moved, lambda some: self._append_live(some, taps, live))
         begins.sort(key=lambda p: p.chunk.start)
         for _, same in groupby(begins, key=lambda p: p.chunk.start):
             opened = [p for p in same if self._each("open", [p], self._begin)]
             done += self._each("append", opened, lambda some: self._append(some, taps))
-        drafting = [i for i, p in enumerate(placed) if p in done and p.chunk.anchor is not None]
-        return self._draft(placed, drafting, generator)
+        there = {p.index for p in done}
+        drafting = [i for i, p in enumerate(placed) if i in there and p.chunk.anchor is not None]
+        return self._draft(placed, drafting, generator, live)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _ready(self, chunk: Chunk) -> bool:
         """Whether the request's context stands, or can be put, where the chunk begins without losing rows."""
         seq = self._open.get(chunk.request)
+        if seq is None and chunk.moved:
+            raise PositionError("its context was given up, and where it is now only the device knows.")
         if seq is None:
             return False
         self._open.move_to_end(chunk.request)
+        if chunk.moved:
+            self._reserve(seq)
+            return True
         first, end = self.kv.span(seq)
         if chunk.start == end:
             return True
@@ -187,6 +223,12 @@ class RequestDrafter:
                 return True
         self.forget([chunk.request])
         return False
+
+    def _reserve(self, seq: int) -> None:
+        """All pages that it may ever need: once per request, and nothing is left to do when it moves on."""
+        if seq not in self._reserved:
+            self.kv.reserve([seq], [self._max_tokens])
+            self._reserved.add(seq)
 
     def _lacks_rows(self, seq: int) -> bool:
         """Whether a window from the next position would reach rows that are not there."""
@@ -215,9 +257,7 @@ class RequestDrafter:
                 self.forget([idle])
 
     def _append(self, some: list[_Placed], taps: Tensor) -> None:
-        whole = sum(p.end - p.first for p in some) == len(taps)  # the usual step: no copy
-        rows = taps if whole else torch.cat([taps[p.first : p.end] for p in some])
-        chunks = [p.chunk for p in some]
+        rows, chunks = _rows(some, taps), [p.chunk for p in some]
         tokens = None
         if self.kv.store is not None:
             tokens = [t for c in chunks for t in c.tokens]
@@ -231,20 +271,29 @@ class RequestDrafter:
             tokens,
         )
 
-    def _draft(self, placed: list[_Placed], rows: list[int], generator: torch.Generator | None) -> Drafts:
+    def _append_live(self, some: list[_Placed], taps: Tensor, live: Live) -> None:
+        seqs, counts = [self._open[p.chunk.request] for p in some], [p.chunk.rows for p in some]
+        pick = _picker([p.index for p in some], live.starts)
+        self.drafter.append(self.kv, seqs, _rows(some, taps), pick(live.starts), counts, pick(live.valid))
+
+    def _draft(
+        self, placed: list[_Placed], rows: list[int], generator: torch.Generator | None, live: Live | None
+    ) -> Drafts:
         parts: list[tuple[list[int], Proposal]] = []
         sampled = any(placed[i].chunk.temperature > 0 for i in rows)
 
         def propose(some: list[int]) -> None:
             chunks = [placed[i].chunk for i in some]
+            seqs = [self._open[c.request] for c in chunks]
+            anchors: Any = [c.anchor for c in chunks]
+            starts: Any = [c.start + c.valid for c in chunks]
+            temperature: Any = [c.temperature for c in chunks] if sampled else 0.0
+            if live is not None:
+                pick = _picker(some, live.starts)
+                anchors, starts = pick(live.anchors), pick(live.starts) + pick(live.valid)
+                temperature = 0.0 if live.temperature is None else pick(live.temperature)
             proposal = self.drafter.propose(
-                self.kv,
-                [self._open[c.request] for c in chunks],
-                [c.anchor for c in chunks if c.anchor is not None],
-                [c.start + c.valid for c in chunks],
-                self.k,
-                temperature=[c.temperature for c in chunks] if sampled else 0.0,
-                generator=generator,
+                self.kv, seqs, anchors, starts, self.k, temperature=temperature, generator=generator
             )
             parts.append((some, proposal))
 
@@ -255,6 +304,10 @@ class RequestDrafter:
 
     def _joined(self, count: int, parts: list[tuple[list[int], Proposal]]) -> Drafts:
         device, c = self.kv.device, self.drafter.config
+        if len(parts) == 1 and len(parts[0][0]) == count and parts[0][1].q is None:  # the usual step: no copy
+            p = parts[0][1]
+            self._invalid += (~p.valid).sum()
+            return Drafts(p.tokens.masked_fill(~p.valid[:, None], 0), p.valid, p.candidates, None)
         tokens = torch.zeros(count, self.k, dtype=torch.int64, device=device)
         drafted = torch.zeros(count, dtype=torch.bool, device=device)
         candidates = q = None
@@ -295,6 +348,21 @@ class RequestDrafter:
         self.counters.failures[kind] += 1
         if self.counters.failures[kind] <= LOGGED:
             _log.warning("no drafts for request %s, %s at %d: %s: %s", chunk.request, what, chunk.start, kind, error)
+
+
+def _rows(some: list[_Placed], taps: Tensor) -> Tensor:
+    """Their taps; in the usual step, of all requests in their order, without a copy."""
+    if all(a.end == b.first for a, b in pairwise(some)):
+        return taps[some[0].first : some[-1].end]
+    return torch.cat([taps[p.first : p.end] for p in some])
+
+
+def _picker(some: list[int], like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Takes the entries of some requests; of all of them without a copy."""
+    if some == list(range(len(like))):
+        return lambda t: t
+    index = upload(some, like.device)
+    return lambda t: t[index]
 
 
 def _distribution(p: Proposal, vocab_size: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Chunk", "Drafts"]
+__all__ = ["Chunk", "Drafts", "Live"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,22 @@ class Chunk:
     anchor: int | None
     temperature: float = 0.0
     prefix: Callable[[], Sequence[int]] | None = None
+    moved: bool = False
+
+
+@dataclass(frozen=True)
+class Live:
+    """Where the requests of a step are, for engines that know it on the device only. Nothing of it is read by the host.
+
+    Attributes:
+        starts, valid, anchors: int64 ``[R]``, row by row as the chunks are given; for all of them, moved or not.
+        temperature: fp32 ``[R]``, or None when every request is greedy.
+    """
+
+    starts: Tensor
+    valid: Tensor
+    anchors: Tensor
+    temperature: Tensor | None = None
 
 
 @dataclass(frozen=True)

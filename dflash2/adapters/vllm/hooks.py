@@ -25,7 +25,7 @@ def install() -> None:
     """Idempotent. Nothing is imported, and nothing changes for an engine without a drafter."""
     after_import("vllm.config.vllm", _accept_candidate_heads)
     after_import("vllm.v1.spec_decode.dflash", _take_over)
-    after_import("vllm.v1.sample.rejection_sampler", _repair_expand_on_cpus)
+    after_import("vllm.v1.sample.rejection_sampler", _repair_sampling_on_cpus)
 
 
 def engine_version() -> str | None:
@@ -77,22 +77,27 @@ def _take_over(module: ModuleType) -> None:
     after_import("vllm.v1.worker.gpu_model_runner", lambda runner: setattr(runner, "DFlashProposer", ours))
 
 
-def _repair_expand_on_cpus(module: ModuleType) -> None:
-    """On CPUs vLLM hands its kernel a copy of the output, so sampling parameters of drafts are uninitialised memory.
+def _repair_sampling_on_cpus(module: ModuleType) -> None:
+    """Two faults of vLLM 0.26 to 0.33 on CPUs, with any drafter.
 
-    Seen in 0.26 to 0.33 (vllm-project/vllm issue 55005): with any drafter, output at temperatures above 0 is garbage.
+    It hands its kernel a copy of the output, so sampling parameters of drafts are uninitialised memory, and output at
+    temperatures above 0 is garbage (vllm-project/vllm issue 55005). And top-k of a step in which no request has drafts
+    asks for the largest of no numbers, which ends the engine.
     """
-    theirs = module.expand_batch_to_tokens
-    if hasattr(theirs, _OURS):
+    expand, truncate = module.expand_batch_to_tokens, module.apply_top_k_top_p
+    if hasattr(expand, _OURS):
         return
 
     def expand_batch_to_tokens(
         x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
     ) -> Tensor:
         if x.device.type != "cpu":
-            return theirs(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+            return expand(x, cu_num_tokens, num_tokens, replace_from, replace_to)
         counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
         return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts, output_size=num_tokens)
 
+    def apply_top_k_top_p(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return truncate(logits, *args, **kwargs) if len(logits) else logits
+
     setattr(expand_batch_to_tokens, _OURS, True)
-    module.expand_batch_to_tokens = expand_batch_to_tokens
+    module.expand_batch_to_tokens, module.apply_top_k_top_p = expand_batch_to_tokens, apply_top_k_top_p

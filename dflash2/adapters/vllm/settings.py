@@ -17,15 +17,17 @@ class Settings:
     Attributes:
         page_size: rows per page of the drafter's own KV.
         prefix_store_bytes: memory for rows of cached prefixes, so that a request that hits one drafts from its first
-            step. Default: as much as the page pool, at most 1 GiB; 0 where prefix caching is off.
+            step. Default: as much as the page pool, at least 64 MiB and at most 1 GiB; 0 where prefix caching is off.
         int8_linears: weight-only int8 for the drafter's own linears.
         int8_head: pick drafts with an int8 copy of the target's head; the target decides with its own.
+        cuda_graphs: record the drafter's pass as CUDA graphs (unless the engine is told to be eager).
     """
 
     page_size: int = 16
     prefix_store_bytes: int | None = None
     int8_linears: bool = False
     int8_head: bool = False
+    cuda_graphs: bool = True
 
     @classmethod
     def of(cls, additional_config: Any) -> Settings:
@@ -40,7 +42,11 @@ class Settings:
             found = given if not isinstance(given, dict) else unknown
             raise ConfigError(f"additional_config: dflash2: {found} is not known. Known: {sorted(known)}.")
         made = cls(**given)
-        for name, kind in {"int8_linears": bool, "int8_head": bool, "page_size": int}.items():
-            if type(value := getattr(made, name)) is not kind:
-                raise ConfigError(f"additional_config: dflash2: {name}={value!r}: expected a {kind.__name__}.")
+        for name, kind in {f.name: type(f.default) for f in fields(cls)}.items():
+            value = getattr(made, name)
+            if name == "prefix_store_bytes":
+                if value is not None and (type(value) is not int or value < 0):
+                    raise ConfigError(f"additional_config: dflash2: {name}={value!r}: expected bytes, 0 for no store.")
+            elif type(value) is not kind:
+                raise ConfigError(f"additional_config: dflash2: {name}={value!r}: expected {kind.__name__}.")
         return made

@@ -1,0 +1,127 @@
+"""From vLLM's configuration and target to a `RequestDrafter`: what both of its model runners share."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash2.adapters.base import RequestDrafter
+from dflash2.adapters.vllm.hooks import engine_version
+from dflash2.adapters.vllm.settings import Settings
+from dflash2.capture import CAPTURED_BATCHES
+from dflash2.drafter import DFlash2Drafter
+from dflash2.errors import ConfigError
+from dflash2.lm_head import Int8LMHead
+from dflash2.target import misfits
+
+__all__ = ["make_core", "target_tables"]
+
+_log = logging.getLogger("vllm.dflash2")
+
+#: Bounds of the prefix store where no size is set.
+LEAST_STORE_BYTES, MOST_STORE_BYTES = 64 << 20, 1 << 30
+
+
+def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int) -> RequestDrafter:
+    """Load the drafter, share the target's tables, take all memory, and log one line.
+
+    Args:
+        vllm_config: the engine's.
+        device: the target's.
+        target: the loaded model.
+        k: drafts per request.
+
+    Raises:
+        ConfigError: settings, drafter and target do not go together.
+        CapacityError: the memory cannot be had.
+    """
+    settings = Settings.of(vllm_config.additional_config)
+    parallel = vllm_config.parallel_config
+    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "dflash2 drafts on one GPU so far: tensor_parallel_size and pipeline_parallel_size must be 1. "
+            "DFLASH2_VLLM=off uses vLLM's own drafter."
+        )
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    path = vllm_config.speculative_config.draft_model_config.model
+    drafter = DFlash2Drafter.from_pretrained(path, dtype=model.dtype, device=device).requires_grad_(False)
+    if problems := misfits(drafter.config, model.hf_config):
+        raise ConfigError(f"the drafter {path} was not made for this target: {'; '.join(problems)}.")
+    drafter.bind_target(*_tables(target, settings))
+    if settings.int8_linears:
+        drafter.quantize_linears()
+    core = RequestDrafter(
+        drafter,
+        max_requests=scheduler.max_num_seqs,
+        max_tokens=model.max_model_len + k + 1,
+        num_draft_tokens=k,
+        page_size=settings.page_size,
+        prefix_store_bytes=_store_bytes(vllm_config, settings, drafter),
+    )
+    if device.type == "cuda" and settings.cuda_graphs and not model.enforce_eager:
+        sizes = [n for n in CAPTURED_BATCHES if n < scheduler.max_num_seqs]
+        drafter.capture(core.kv, [*sizes, min(scheduler.max_num_seqs, CAPTURED_BATCHES[-1])], k)
+    _announce(core, path, "int8" if settings.int8_head else str(model.dtype).removeprefix("torch."))
+    return core
+
+
+def _tables(target: nn.Module, settings: Settings) -> tuple[Tensor, Any]:
+    embedding, head = target_tables(target)
+    if not settings.int8_head:
+        return embedding, head
+    if not isinstance(head, Tensor):
+        raise ConfigError("int8_head: the target's head has a bias. Leave int8_head out.")
+    linear = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(head, requires_grad=False)
+    return embedding, Int8LMHead.from_linear(linear)
+
+
+def _announce(core: RequestDrafter, path: str, head: str) -> None:
+    drafter, kv = core.drafter, core.kv
+    weights = sum(t.untyped_storage().nbytes() for t in (*drafter.parameters(), *drafter.buffers()))
+    _log.info(
+        "dflash2: drafting %d tokens with %s (%s, windows %s) beside vLLM %s: weights %s bytes, %d pages of %d rows "
+        "and prefix store together %s bytes, kernels %s, graphs %s, head %s",
+        core.k, path, drafter.config.architecture, sorted(set(drafter.config.windows), key=str), engine_version(),
+        f"{weights:,}", kv.num_pages, kv.page_size, f"{kv.nbytes:,}", drafter.backend,
+        "on" if kv.captured is not None else "off", head,
+    )  # fmt: skip
+
+
+def _store_bytes(vllm_config: Any, settings: Settings, drafter: DFlash2Drafter) -> int:
+    if settings.prefix_store_bytes is not None:
+        return settings.prefix_store_bytes
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return 0
+    c = drafter.config
+    row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * drafter.norm.weight.element_size()
+    pages = c.window_pages(settings.page_size) or -(-vllm_config.model_config.max_model_len // settings.page_size)
+    pool = vllm_config.scheduler_config.max_num_seqs * pages * settings.page_size * row
+    return min(max(pool, LEAST_STORE_BYTES), MOST_STORE_BYTES)
+
+
+def target_tables(target: nn.Module) -> tuple[Tensor, Any]:
+    """The embedding table and the head of a vLLM model: a weight ``[V', H]``, or a callable where there is a bias.
+
+    Raises:
+        ConfigError: they cannot be found, or are quantised.
+    """
+    language: Any = target
+    while not hasattr(language, "lm_head") and hasattr(language, "get_language_model"):
+        language = language.get_language_model()
+    embedding = getattr(getattr(language, "model", None), "embed_tokens", None)
+    head = getattr(language, "lm_head", None)
+    weights = [getattr(m, "weight", None) for m in (embedding, head)]
+    if not all(isinstance(w, Tensor) and w.is_floating_point() for w in weights):
+        raise ConfigError(
+            f"{type(target).__name__}: no 16-bit model.embed_tokens and lm_head (a quantised head?). "
+            "DFLASH2_VLLM=off uses vLLM's own drafter."
+        )
+    bias = getattr(head, "bias", None)
+    if bias is not None:
+        return weights[0].data, lambda hidden: F.linear(hidden, head.weight, bias)
+    return weights[0].data, weights[1].data

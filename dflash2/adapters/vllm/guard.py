@@ -1,0 +1,48 @@
+"""An engine does not end because nothing could be drafted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dflash2.adapters.base import LOGGED, RequestDrafter
+from dflash2.adapters.chunks import Drafts
+
+__all__ = ["StepGuard"]
+
+_log = logging.getLogger("vllm.dflash2")
+
+
+class StepGuard:
+    """Runs what the plug-in does in a step; whatever it raises is counted, logged a few times, and goes no further.
+
+    Attributes:
+        failed_steps: steps without drafts.
+    """
+
+    def __init__(self) -> None:
+        self.failed_steps = 0
+
+    def run(self, step: Callable[[], Drafts], count: int, core: RequestDrafter) -> Drafts:
+        """``step()``, or no drafts for any of ``count`` requests."""
+        try:
+            return step()
+        except Exception:  # noqa: BLE001
+            self._failed()
+            tokens = torch.zeros(count, core.k, dtype=torch.int64, device=core.kv.device)
+            return Drafts(tokens, tokens.new_zeros(count, dtype=torch.bool), None, None)
+
+    def note(self, call: Callable[[Any], None], value: Any) -> None:
+        """``call(value)``, for events that concern the drafter only."""
+        try:
+            call(value)
+        except Exception:  # noqa: BLE001
+            self._failed()
+
+    def _failed(self) -> None:
+        self.failed_steps += 1
+        if self.failed_steps <= LOGGED:
+            _log.exception("dflash2: a step without drafts (%d so far)", self.failed_steps)

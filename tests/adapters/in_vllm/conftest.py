@@ -1,0 +1,71 @@
+"""Real vLLM engines, in this process and on the CPU, with tiny random pairs. `make test-vllm` sets up where they run."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and test in one process
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def vllm_is_here() -> bool:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return bool(version(name))
+        except PackageNotFoundError:
+            continue
+    return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.vllm)
+        item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM's own warnings are not ours to fix
+        if not vllm_is_here():
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make test-vllm"))
+
+
+if vllm_is_here():
+    os.environ.pop("TRITON_INTERPRET", None)  # vLLM would take the interpreter for a GPU's Triton
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory) -> tuple[str, str]:
+    """A Llama of 260 tokens (bytes and four more) with positions up to 65,536, and a v2 drafter of window 48."""
+    from pairs import make_pair
+
+    return make_pair(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def small_vocabulary(tmp_path_factory) -> tuple[str, str]:
+    """A pair of 16 tokens, for counting samples."""
+    from pairs import make_pair
+
+    return make_pair(tmp_path_factory.mktemp("small"), vocab=16)
+
+
+@pytest.fixture(scope="session")
+def engines():
+    """``engines(target, drafter or None, **settings) -> Engine``, each made once."""
+    from engine import Engine
+
+    made: dict[str, Engine] = {}
+
+    def get(target: str, drafter: str | None, **settings) -> Engine:
+        key = repr((target, drafter, sorted(settings.items())))
+        if key not in made:
+            made[key] = Engine(target, drafter, **settings)
+        return made[key]
+
+    return get
