@@ -118,10 +118,11 @@ def distill(
     gold = torch.empty(rows, dtype=torch.int64, device=student.device)
     peaks = torch.empty(rows, triton.cdiv(vocab, group), dtype=torch.float32, device=student.device)
     tile = min(settings["TILE"], max(group, triton.next_power_of_2(vocab)))
+    warps = min(settings["num_warps"], max(1, tile // 128))
     with torch.cuda.device_of(student):
         _distill_kernel[(rows,)](
             student, teacher, token, scale, loss, gold, peaks, vocab, student.stride(0), teacher.stride(0),
             peaks.stride(0), multiplier, softcap or 1.0, *weights, CAPPED=softcap is not None,
-            ACCEPTANCE=bool(weights[2] or weights[3]), GROUP=group, TILE=tile, num_warps=min(settings["num_warps"], max(1, tile // 128)),
+            ACCEPTANCE=bool(weights[2] or weights[3]), GROUP=group, TILE=tile, num_warps=warps,
         )  # fmt: skip
     return loss, gold, peaks

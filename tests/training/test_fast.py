@@ -54,8 +54,7 @@ def test_everything_compiles_without_a_break_and_changes_nothing(shard, tmp_path
     plain = trainer(toy(), shard, tmp_path / "plain", fast=False, val_permille=300, max_steps=3)
     results = [t.run() for t in (fast, plain)]
     assert results[0] == results[1]
-    files = [(tmp_path / n / "metrics.jsonl").read_text().splitlines() for n in ("fast", "plain")]
-    lines = [[x for x in map(json.loads, file) if "loss" in x] for file in files]
+    lines = [lines_of(tmp_path / n) for n in ("fast", "plain")]
     assert len(lines[0]) == 3
     for mine, theirs in zip(*lines, strict=True):
         for name in ("loss", "grad_norm"):
@@ -72,11 +71,11 @@ def test_a_step_on_a_gpu(shard, tmp_path, dtype, tolerance):
     model = toy().to("cuda", getattr(torch, dtype))
     drafter = DRAFTER | {"block_size": 8, "selector_top_k": 16, "num_hidden_layers": 3}
     drafter |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-    losses, later, gradients = [], [], []
+    losses, results, gradients = [], [], []
     for fast in (True, False):
         t = trainer(
             model, shard, tmp_path / str(fast), fast=fast, device="cuda", dtype=dtype, drafter=drafter, tv_weight=0.3,
-            lk_weight=0.2, anchors_per_row=48,
+            lk_weight=0.2, anchors_per_row=48, val_permille=300, max_steps=3,
         )  # fmt: skip
         batch = t.batches[0][0]
         blocks = batch.blocks.to("cuda")
@@ -84,13 +83,19 @@ def test_a_step_on_a_gpu(shard, tmp_path, dtype, tolerance):
         gradients.append({n: p.grad.float() for n, p in t.drafter.named_parameters() if p.grad is not None})
         for p in t.drafter.parameters():
             p.grad = None
-        later.append([t.step()[0] for _ in range(3)][-1])
-        t.close()
-    for pair in (losses, later):
-        for name in ("total", "base", "selector"):
-            a, b = (getattr(x, name) for x in pair)
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        results.append((t.run(), lines_of(tmp_path / str(fast))))
+    for name in ("total", "base", "selector"):
+        a, b = (getattr(x, name) for x in losses)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     assert gradients[0].keys() == gradients[1].keys()
     for name, a in gradients[0].items():
         b = gradients[1][name]
         assert (a - b).norm() <= tolerance * b.norm() + 1e-6, name
+    (mine, curve), (theirs, expected) = results
+    assert mine.documents == theirs.documents > 0
+    assert [x["base"] for x in curve] == pytest.approx([x["base"] for x in expected], rel=2 * tolerance)
+
+
+def lines_of(folder) -> list[dict]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [x for x in lines if "loss" in x]
