@@ -88,7 +88,7 @@ def _attend(
     blocks = (-1, n)
     out = window_attention(
         q.unflatten(0, blocks), k.unflatten(0, blocks), v.unflatten(0, blocks), keys, values, context,
-        window=at.window, causal=at.causal, settled=True, backend=backend,
+        window=at.window, causal=at.causal, backend=backend,
     )  # fmt: skip
     return _linear(out.flatten(2).flatten(0, 1), at.o_proj, backend=backend)
 

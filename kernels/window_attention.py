@@ -10,19 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, let_go, prefetch_rows, wait_for_inputs
+from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
 
 DEFAULTS = {"tile": 64, "programs_per_sm": 1, "max_splits": 16, "num_warps": 4, "num_stages": 2}
 CANDIDATES = [
-    {"tile": tile, "programs_per_sm": programs, "max_splits": splits, "num_warps": warps, "num_stages": stages}
-    for tile, warps, stages in ((64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 4, 3), (128, 8, 1), (128, 8, 2))
-    for programs, splits in ((1, 8), (1, 16), (2, 16), (2, 32))
+    {"tile": tile, "programs_per_sm": programs, "max_splits": splits, "num_warps": 4, "num_stages": stages}
+    for tile, stages in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3))
+    for programs, splits in ((1, 8), (1, 16), (2, 8), (2, 16))
 ]
 
 # Of one program.
 _MOST_QUERIES = 64
 # Of one program that adds up.
-_LANES = 4
+_LANES = 8
 # Without a GPU (the interpreter): as many multiprocessors as make small shapes split.
 _NO_GPU = 8
 _NO_WINDOW = 2**30
@@ -53,14 +53,14 @@ def _stored_rows_kernel(
 @triton.jit
 def _prefetch(
     rows_ptr, keys_ptr, values_ptr, column, end, keys_stride, values_stride, channel, last_row,
-    FIRST: tl.constexpr, PREFETCH: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr,
+    PREFETCH: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Ask for a program's first context rows while the kernel before this one ends.
 
     Only hints: `stored_rows` itself may still be at work, so that row numbers may be anything. They are read past L1,
     which keeps no copy for the loads that count.
     """
-    for at in tl.static_range(FIRST, PREFETCH, TILE):
+    for at in tl.static_range(0, PREFETCH, TILE):
         row = tl.load(rows_ptr + column + at, mask=column + at < end, other=0, cache_modifier=".cg")
         row = tl.minimum(tl.maximum(row, 0), last_row).to(tl.int64)[:, None]
         prefetch_rows(keys_ptr + row * keys_stride + channel, LINES * 128, True)
@@ -78,16 +78,6 @@ def _add_tile(q, keys, values, visible, top, total, acc, SCALE: tl.constexpr, PR
     decay = tl.exp2(top - shift)
     acc = tl.dot(tl.trans(values), weight.to(values.dtype), acc * decay[None, :], input_precision=PRECISION)
     return new_top, total * decay + tl.sum(weight, 0), acc
-
-
-@triton.jit
-def _context_tile(keys_ptr, values_ptr, stored, keys_stride, values_stride, in_head, inside):
-    """Keys and values of rows ``stored``, or zeros: a NaN where nothing is would survive a weight of zero."""
-    mask = (stored >= 0)[:, None] & inside
-    stored_at = stored.to(tl.int64)[:, None]
-    keys = tl.load(keys_ptr + stored_at * keys_stride + in_head, mask=mask, other=0.0)
-    values = tl.load(values_ptr + stored_at * values_stride + in_head, mask=mask, other=0.0)
-    return keys, values
 
 
 @triton.jit
@@ -135,7 +125,10 @@ def _add_up_kernel(
         at = s * QUERIES + lane
         weight = tl.exp2(tl.load(tops_ptr + at) - top)
         total += weight * tl.load(totals_ptr + at)
-        acc += weight[:, None] * tl.load(sums_ptr + at[:, None] * DIM + channel[None, :])
+        # A part without a visible row left no sums.
+        some = (weight > 0)[:, None]
+        sums = tl.load(sums_ptr + at[:, None] * DIM + channel[None, :], mask=some, other=0.0)
+        acc += weight[:, None] * sums
     query_tiles = tl.cdiv(n * GROUP, QUERIES)
     query = unit % query_tiles * QUERIES + lane
     request, head = (unit // (query_tiles * KV_HEADS)).to(tl.int64), unit // query_tiles % KV_HEADS
@@ -151,7 +144,7 @@ def _window_attention_kernel(
     n, length, window, first, split_rows, pool_rows, q_stride, k_stride, v_stride, keys_stride, values_stride,
     CAUSAL: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, PREFETCH: tl.constexpr, LINES: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PREFETCH: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     unit, split = tl.program_id(0), tl.program_id(1)
     query_tiles = tl.cdiv(n * GROUP, QUERIES)
@@ -163,48 +156,44 @@ def _window_attention_kernel(
     end = tl.minimum(begin + split_rows, length)
     rows_ptr += request * length
     column = begin + tl.arange(0, TILE)
-    channel = tl.arange(0, DIM)
-    inside, in_head = channel[None, :] < HEAD_DIM, head * HEAD_DIM + channel[None, :]
-    let_go(PDL)
     if PDL:
         _prefetch(
             rows_ptr, keys_ptr, values_ptr, column, end, keys_stride, values_stride, head * HEAD_DIM, pool_rows - 1,
-            TILE if SETTLED else 0, PREFETCH, TILE, LINES,
+            PREFETCH, TILE, LINES,
         )  # fmt: skip
-    if not SETTLED:
-        wait_for_inputs(PDL)
-    stored = tl.load(rows_ptr + column, mask=column < end, other=-1)
-    keys, values = _context_tile(keys_ptr, values_ptr, stored, keys_stride, values_stride, in_head, inside)
-    if SETTLED:
-        wait_for_inputs(PDL)
+    wait_for_inputs(PDL)
 
     # Queries past the end are copies of the last one: they need no masks of their own and are not stored.
     query = unit % query_tiles * QUERIES + tl.arange(0, QUERIES)
     live = query < n * GROUP
     query = tl.minimum(query, n * GROUP - 1)
     row, q_head = query // GROUP, head * GROUP + query % GROUP
+    channel = tl.arange(0, DIM)
+    inside, in_head = channel[None, :] < HEAD_DIM, head * HEAD_DIM + channel[None, :]
     q_at = (row * q_stride + q_head * HEAD_DIM)[:, None] + channel[None, :]
     q = tl.load(q_ptr + request * n * q_stride + q_at, mask=inside, other=0.0)
 
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([DIM, QUERIES], tl.float32)
-    visible = (stored >= 0)[:, None] & ((length - column)[:, None] + row[None, :] < window)
-    top, total, acc = _add_tile(q, keys, values, visible, top, total, acc, SCALE, PRECISION)
-    column += TILE
     stored = tl.load(rows_ptr + column, mask=column < end, other=-1)
-    for _ in range(begin + TILE, end, TILE):
-        keys, values = _context_tile(keys_ptr, values_ptr, stored, keys_stride, values_stride, in_head, inside)
-        visible = (stored >= 0)[:, None] & ((length - column)[:, None] + row[None, :] < window)
+    for _ in range(begin, end, TILE):
+        # What is not there is not read: a NaN there would survive a weight of zero.
+        there = stored >= 0
+        mask = there[:, None] & inside
+        stored_at = stored.to(tl.int64)[:, None]
+        keys = tl.load(keys_ptr + stored_at * keys_stride + in_head, mask=mask, other=0.0)
+        values = tl.load(values_ptr + stored_at * values_stride + in_head, mask=mask, other=0.0)
+        visible = there[:, None] & ((length - column)[:, None] + row[None, :] < window)
         column += TILE
         stored = tl.load(rows_ptr + column, mask=column < end, other=-1)
         top, total, acc = _add_tile(q, keys, values, visible, top, total, acc, SCALE, PRECISION)
     if split == PARTS - 1:
         own_k, own_v = k_ptr + request * n * k_stride, v_ptr + request * n * v_stride
-        own_keys, own_values, seen = _block_tile(
+        keys, values, visible = _block_tile(
             own_k, own_v, k_stride, v_stride, n, row, window, in_head, inside, CAUSAL, BLOCK
         )
-        top, total, acc = _add_tile(q, own_keys, own_values, seen, top, total, acc, SCALE, PRECISION)
+        top, total, acc = _add_tile(q, keys, values, visible, top, total, acc, SCALE, PRECISION)
 
     if PARTS == 1:
         out_ptr += request * n * KV_HEADS * GROUP * HEAD_DIM
@@ -216,7 +205,7 @@ def _window_attention_kernel(
         at = split * QUERIES + tl.arange(0, QUERIES)
         tl.store(tops_ptr + at, top)
         tl.store(totals_ptr + at, total)
-        tl.store(sums_ptr + at[None, :] * DIM + channel[:, None], acc)
+        tl.store(sums_ptr + at[None, :] * DIM + channel[:, None], acc, mask=(total > 0)[None, :])
 
 
 def stored_rows(
@@ -247,14 +236,12 @@ def window_attention(
     *,
     window: int | None,
     causal: bool,
-    settled: bool,
     settings: dict[str, int],
 ) -> torch.Tensor:
     """Launch the kernel; shapes as in `dflash2.ops.window_attention`, checked there.
 
     Args:
         rows: from `stored_rows`.
-        settled: of rows, keys and values, as in `dependent_launch`.
         settings: `DEFAULTS`, or a measured choice.
     """
     requests, n, heads, head_dim = q.shape
@@ -288,7 +275,7 @@ def window_attention(
             SCALE=head_dim**-0.5 * 1.4426950408889634,  # log2(e): the hardware has powers of two
             PRECISION="ieee" if exact else "tf32",  # the latter says nothing about 16-bit operands
             PREFETCH=_PREFETCHED // tile * tile, LINES=_power_below(max(1, head_dim * q.element_size() // 128)),
-            SETTLED=settled, num_warps=warps, num_stages=settings["num_stages"], **shape, **dependent_launch(q),
+            num_warps=warps, num_stages=settings["num_stages"], **shape, **dependent_launch(q),
         )  # fmt: skip
         if parts > 1:
             lanes = min(queries, _LANES)

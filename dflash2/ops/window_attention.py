@@ -104,7 +104,6 @@ def window_attention(
     *,
     window: int | None,
     causal: bool,
-    settled: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
     """Attend from every row of R blocks.
@@ -116,8 +115,6 @@ def window_attention(
         context: which of their rows belong to the sequences.
         window: W, counting the query itself, or None for full attention.
         causal: whether a row sees only those of its block up to itself.
-        settled: the context's rows were written before a `block_inputs` that came before this: the kernel may read them
-            while what came in between still runs.
         backend: ``"auto"`` (the kernel on a GPU when no gradient is needed), ``"torch"`` or ``"triton"``.
 
     Returns:
@@ -138,7 +135,7 @@ def window_attention(
     settings = launch_settings("window_attention", kernel.DEFAULTS, q.device, **shape, context=context.length + 1)
     return kernel.window_attention(
         q, k, v, context_keys, context_values, context.rows("triton"),
-        window=window, causal=causal, settled=settled, settings=settings,
+        window=window, causal=causal, settings=settings,
     )  # fmt: skip
 
 

@@ -56,16 +56,10 @@ KERNELS = {
     "window_attention._window_attention_kernel": (
         {"rows_ptr": I32, "partial_ptr": F32},
         {"CAUSAL": False, "BLOCK": 64, "TILE": 64, "SCALE": 0.127, "PRECISION": "tf32", "PREFETCH": 256, "LINES": 2,
-         "SETTLED": False, **UNIT},
+         **UNIT},
         4, 2,
     ),
-    "window_attention._window_attention_kernel settled": (
-        {"rows_ptr": I32, "partial_ptr": F32},
-        {"CAUSAL": False, "BLOCK": 64, "TILE": 128, "SCALE": 0.127, "PRECISION": "tf32", "PREFETCH": 256, "LINES": 2,
-         "SETTLED": True, **UNIT},
-        4, 2,
-    ),
-    "window_attention._add_up_kernel": ({"partial_ptr": F32}, {"LANES": 4, **UNIT}, 4, 1),
+    "window_attention._add_up_kernel": ({"partial_ptr": F32}, {"LANES": 8, **UNIT}, 4, 1),
     "int8_head._quantise_kernel": (
         {"halves_ptr": I8, "row_scale_ptr": F32, "floor_ptr": I32}, {"BLOCK": 8192, "PART": 1024, "SLOTS": 16}, 8, 1,
     ),
