@@ -214,6 +214,7 @@ class RequestDrafter:
         first, end = self.kv.span(seq)
         if chunk.start == end:
             return True
+        self._reserved.discard(seq)  # moving on purpose ends a reservation
         if chunk.start > end and self.kv.store is None:
             self.kv.skip_to(seq, chunk.start)
             return True

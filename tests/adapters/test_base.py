@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from tiny import FULL, SLIDING, tiny_config
 
 from dflash2 import DFlash2Drafter
 from dflash2.adapters.base import RequestDrafter
-from dflash2.adapters.chunks import Chunk
+from dflash2.adapters.chunks import Chunk, Live
+from dflash2.testing import NoHostReads, cpu_as_device
 
 V, PAGE = 37, 4
 KINDS = {
@@ -271,3 +274,84 @@ def test_a_gap_without_a_store_keeps_the_older_rows():
     under_test.step([chunk("a", 0, 4)], torch.randn(4, 32))
     assert under_test.step([chunk("a", 6, 1)], torch.randn(1, 32)).drafted.all()
     assert under_test.kv.span(under_test._open["a"]) == (0, 7)
+
+
+# -- positions that only the device knows ---------------------------------------------------------------------------
+
+
+def as_live(under_test: RequestDrafter, requests: dict[str, Request]):
+    """``step`` of an engine with asynchronous scheduling: after the prompt its host knows upper bounds only."""
+
+    def step(chunks, taps):
+        ids = torch.tensor
+        live = Live(
+            ids([c.start for c in chunks]), ids([c.valid for c in chunks]), ids([c.anchor or 0 for c in chunks])
+        )
+        told = []
+        for c in chunks:
+            r = requests[c.request]
+            if c.start >= r.prompt and r.name not in exact:
+                c = replace(c, start=c.start + 3, tokens=(), moved=True)
+            told.append(replace(c, valid=c.rows, anchor=None if c.anchor is None else 0))
+        exact.clear()
+        with cpu_as_device(), NoHostReads() if all(c.moved for c in told) else nullcontext():
+            return under_test.step(told, taps, live=live)
+
+    exact: set[str] = set()
+    return step, exact
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_on_the_device_draft_the_same(kind):
+    """Prefix hits, chunked prompts, rejections, preemption and resumption, and nothing read back while requests go on."""
+    made = drafter(kind)
+    under_test = adapter(made)
+    pool = [Request(f"r{i}", t, max(1, len(t) - 9)) for i, t in enumerate(texts(7, 6, V - 1, 12, 20))]
+    step, exact = as_live(under_test, {r.name: r for r in pool})
+    host = engine(under_test, chunk=5)
+    host.run_drafter = step
+
+    def check(r: Request, drafts: list[int]) -> None:
+        assert drafts == from_scratch(made, host, r), (r.name, r.computed)
+
+    running = pool[:3]
+    for r in running:
+        host.admit(r)
+    for i in range(60):
+        host.step(running, check)
+        if i == 4:
+            host.preempt(running[0])
+            host.step(running[1:], check)
+            host.admit(running[0])
+            exact.add(running[0].name)
+        for r in [r for r in running if r.done]:
+            running.remove(r)
+            under_test.forget([r.name])
+        while len(running) < 3 and (new := next((r for r in pool if not r.known), None)):
+            host.admit(new)
+            running.append(new)
+    assert all(r.done for r in pool)
+    assert host.checked > 20
+    assert under_test.invalid == 0
+    assert not under_test.counters.failures
+    assert under_test.kv.pages_in_use == 0
+
+
+def test_a_request_that_moved_without_a_context_goes_without_drafts(caplog):
+    under_test = adapter(drafter())
+    one = torch.ones(1, dtype=torch.int64)
+    with caplog.at_level(logging.WARNING), cpu_as_device():
+        out = under_test.step(
+            [replace(chunk("lost", 9, 1), moved=True)], torch.randn(1, 32), live=Live(9 * one, one, one)
+        )
+    assert out.drafted.tolist() == [False]
+    assert under_test.counters.failures == {"PositionError": 1}
+    assert "only the device knows" in caplog.text
+
+
+def test_a_warm_up_leaves_nothing_behind():
+    under_test = adapter(drafter())
+    under_test.warm_up(torch.zeros(11, 32))
+    assert under_test.requests == []
+    assert under_test.kv.pages_in_use == 0
+    assert under_test.counters.steps == 0

@@ -18,13 +18,18 @@ _log = logging.getLogger("vllm.dflash2")
 
 #: First and last minor version whose hook points were run or compared.
 TESTED = ((0, 26), (0, 33))
+#: Drafters that this package loads.
+ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 _OURS = "_dflash2"
 
 
 def install() -> None:
     """Idempotent. Nothing is imported, and nothing changes for an engine without a drafter."""
     after_import("vllm.config.vllm", _accept_candidate_heads)
+    after_import("vllm.model_executor.models.registry", _register_architecture)
     after_import("vllm.v1.spec_decode.dflash", _take_over)
+    after_import("vllm.v1.worker.gpu.spec_decode", _take_over_v2)
+    after_import("vllm.v1.worker.gpu.model_runner", _follow_v2)
     after_import("vllm.v1.sample.rejection_sampler", _repair_sampling_on_cpus)
 
 
@@ -66,15 +71,70 @@ def _accept_candidate_heads(module: ModuleType) -> None:
     config._get_v1_model_runner_unsupported_features = unsupported
 
 
+def _is_ours(vllm_config: Any) -> bool:
+    """Whether the drafter is of a kind that this package loads; vLLM keeps its own classes for others."""
+    spec = vllm_config.speculative_config
+    return spec.method == "dflash" and bool(set(ARCHITECTURES) & set(spec.draft_model_config.architectures))
+
+
+def _register_architecture(module: ModuleType) -> None:
+    """Versions without DFlash2 of their own do not know its name; of the class they look at the interfaces only."""
+    registry = module.ModelRegistry
+    for name in ARCHITECTURES:
+        if name not in registry.get_supported_archs():
+            registry.register_model(name, "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM")
+
+
 def _take_over(module: ModuleType) -> None:
-    if hasattr(module.DFlashProposer, _OURS):
+    theirs = module.DFlashProposer
+    if hasattr(theirs, _OURS):
         return
     from dflash2.adapters.vllm.proposer import make_proposer
 
-    ours = make_proposer(module.DFlashProposer)
+    ours = make_proposer(theirs)
+
+    def choose(cls: type, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(cls) if _is_ours(vllm_config) else theirs(vllm_config, *args, **kwargs)
+
+    setattr(ours, "__new__", choose)  # noqa: B010  mypy knows no assignment to it
     setattr(ours, _OURS, True)
     module.DFlashProposer = ours
     after_import("vllm.v1.worker.gpu_model_runner", lambda runner: setattr(runner, "DFlashProposer", ours))
+
+
+def _take_over_v2(module: ModuleType) -> None:
+    theirs = module.init_speculator
+    if hasattr(theirs, _OURS):
+        return
+
+    def init_speculator(vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        if not _is_ours(vllm_config):
+            return theirs(vllm_config, device, *args, **kwargs)
+        from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+        from dflash2.adapters.vllm.speculator import make_speculator
+
+        return make_speculator(DraftModelSpeculator)(vllm_config, device)
+
+    setattr(init_speculator, _OURS, True)
+    module.init_speculator = init_speculator
+    after_import("vllm.v1.worker.gpu.model_runner", lambda runner: setattr(runner, "init_speculator", init_speculator))
+
+
+def _follow_v2(module: ModuleType) -> None:
+    """Tell our speculator what the scheduler says before the runner acts on it."""
+    runner = module.GPUModelRunner
+    finish = runner.finish_requests
+    if hasattr(finish, _OURS):
+        return
+
+    def finish_requests(self: Any, scheduler_output: Any) -> None:
+        if (tell := getattr(self.speculator, "scheduled", None)) is not None:
+            tell(scheduler_output)
+        finish(self, scheduler_output)
+
+    setattr(finish_requests, _OURS, True)
+    runner.finish_requests = finish_requests
 
 
 def _repair_sampling_on_cpus(module: ModuleType) -> None:

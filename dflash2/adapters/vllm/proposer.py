@@ -13,135 +13,134 @@ from dflash2.adapters.vllm.core import make_core
 from dflash2.adapters.vllm.guard import StepGuard
 from dflash2.adapters.vllm.hooks import warn_if_untested
 
-__all__ = ["make_proposer"]
+__all__ = ["Proposing", "make_proposer"]
 
 
-def make_proposer(base: type) -> type:
-    """The proposer class for this vLLM, derived from its own so that the runner's type checks hold.
+class Proposing:
+    """Goes before ``DFlashProposer`` of ``vllm.v1.spec_decode.dflash``: see `make_proposer`.
 
-    Args:
-        base: ``vllm.v1.spec_decode.dflash.DFlashProposer``.
+    Drafts come from the drafter's own KV. It registers no attention layer, so nothing of it enters vLLM's KV cache.
     """
 
-    class DFlash2Proposer(base):  # type: ignore[misc, valid-type]
-        """Drafts from the drafter's own KV. Registers no attention layer, so nothing of it enters vLLM's KV cache."""
+    vllm_config: Any
+    device: torch.device
+    num_speculative_tokens: int
+    _enable_probabilistic_draft_probs: bool
 
-        def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
-            super().__init__(vllm_config, device, runner)
-            warn_if_untested()
-            self.runner = runner
-            self.core: RequestDrafter | None = None
-            self.guard = StepGuard()
-            self.resumed: set[str] = set()
-            self._warm = False
-            _follow(runner, self)
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
+        super().__init__(vllm_config, device, runner)  # type: ignore[call-arg]
+        warn_if_untested()
+        self.runner = runner
+        self.core: RequestDrafter | None = None
+        self.guard = StepGuard()
+        self.resumed: set[str] = set()
+        self._warm = False
+        _follow(runner, self)
 
-        def load_model(self, target_model: nn.Module) -> None:
-            """Load the drafter and take its memory now, before vLLM measures what is left for its own KV cache."""
-            self.model, self._draft_attn_layer_names = None, set()
-            self.core = make_core(self.vllm_config, self.device, target_model, self.num_speculative_tokens)
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the drafter and take its memory now, before vLLM measures what is left for its own KV cache."""
+        self.model, self._draft_attn_layer_names = None, set()
+        self.core = make_core(self.vllm_config, self.device, target_model, self.num_speculative_tokens)
 
-        def initialize_attn_backend(self, kv_cache_config: Any, kernel_block_sizes: Any = None) -> None:
-            """No layers of ours; a real group's id, or vLLM makes no attention metadata for the drafter's step."""
-            self.kv_cache_gid, self.draft_attn_groups = 0, []
-            self.block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    def initialize_attn_backend(self, kv_cache_config: Any, kernel_block_sizes: Any = None) -> None:
+        """No layers of ours; a real group's id, or vLLM makes no attention metadata for the drafter's step."""
+        self.kv_cache_gid, self.draft_attn_groups = 0, []
+        self.block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 
-        def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
-            """Nothing of ours is in any group."""
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        """Nothing of ours is in any group."""
 
-        def initialize_cudagraph_keys(self, cudagraph_mode: Any) -> None:
-            """The drafter's graphs are its own."""
+    def initialize_cudagraph_keys(self, cudagraph_mode: Any) -> None:
+        """The drafter's graphs are its own."""
 
-        @torch.inference_mode()
-        def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-            """The first one is vLLM's measurement of memory: the most that a step of ours takes belongs into it."""
-            if not self._warm and self.core is not None:
-                self._warm = True
-                width = len(self.core.drafter.config.target_layer_ids) * self.core.drafter.config.hidden_size
-                self.core.warm_up(torch.zeros(num_tokens, width, dtype=self.core.drafter.dtype, device=self.device))
+    @torch.inference_mode()
+    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """The first one is vLLM's measurement of memory: the most that a step of ours takes belongs into it."""
+        if not self._warm and self.core is not None:
+            self._warm = True
+            width = len(self.core.drafter.config.target_layer_ids) * self.core.drafter.config.hidden_size
+            self.core.warm_up(torch.zeros(num_tokens, width, dtype=self.core.drafter.dtype, device=self.device))
 
-        @torch.inference_mode()
-        def propose(
-            self,
-            num_speculative_tokens: int,
-            target_token_ids: Tensor,
-            target_positions: Tensor,
-            target_hidden_states: Tensor,
-            next_token_ids: Tensor,
-            token_indices_to_sample: Tensor | None,
-            common_attn_metadata: Any,
-            sampling_metadata: Any,
-            mm_embed_inputs: Any = None,
-            num_rejected_tokens_gpu: Tensor | None = None,
-            slot_mappings: Any = None,
-        ) -> Tensor:
-            """int64 ``[requests, num_speculative_tokens]``; zeros for a request that goes without drafts."""
-            count, vocab = common_attn_metadata.num_reqs, self.vllm_config.model_config.get_vocab_size()
-            if target_positions.dim() > 1:
-                target_positions = target_positions[0]  # of text all of M-RoPE's are equal
-            temperature = sampling_metadata.temperature if self._enable_probabilistic_draft_probs else None
-            where = _where(
-                common_attn_metadata, target_positions, next_token_ids, num_rejected_tokens_gpu, temperature
-            )  # fmt: skip
+    @torch.inference_mode()
+    def propose(
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: Tensor,
+        target_positions: Tensor,
+        target_hidden_states: Tensor,
+        next_token_ids: Tensor,
+        token_indices_to_sample: Tensor | None,
+        common_attn_metadata: Any,
+        sampling_metadata: Any,
+        mm_embed_inputs: Any = None,
+        num_rejected_tokens_gpu: Tensor | None = None,
+        slot_mappings: Any = None,
+    ) -> Tensor:
+        """int64 ``[requests, num_speculative_tokens]``; zeros for a request that goes without drafts."""
+        count, vocab = common_attn_metadata.num_reqs, self.vllm_config.model_config.get_vocab_size()
+        if target_positions.dim() > 1:
+            target_positions = target_positions[0]  # of text all of M-RoPE's are equal
+        temperature = sampling_metadata.temperature if self._enable_probabilistic_draft_probs else None
+        where = _where(
+            common_attn_metadata, target_positions, next_token_ids, num_rejected_tokens_gpu, temperature
+        )  # fmt: skip
 
-            def step() -> Any:
-                if target_hidden_states.device.type == "cpu":
-                    chunks, live = self._host_chunks(target_token_ids, common_attn_metadata, where), None
-                else:
-                    chunks, live = self._live_chunks(common_attn_metadata), where
-                return self.core.step(chunks, target_hidden_states[: sum(c.rows for c in chunks)], live=live)
+        def step() -> Any:
+            if target_hidden_states.device.type == "cpu":
+                chunks, live = self._host_chunks(target_token_ids, common_attn_metadata, where), None
+            else:
+                chunks, live = self._live_chunks(common_attn_metadata), where
+            return self.core.step(chunks, target_hidden_states[: sum(c.rows for c in chunks)], live=live)
 
-            drafts = self.guard.run(step, count, self.core)
-            self._last_draft_probs = None
-            if self._enable_probabilistic_draft_probs and drafts.q is not None:
-                self._last_draft_probs = drafts.dense_q(vocab)[:, :num_speculative_tokens].contiguous()
-            return drafts.tokens[:, :num_speculative_tokens].contiguous()
+        drafts = self.guard.run(step, count, self.core)
+        self._last_draft_probs = None
+        if self._enable_probabilistic_draft_probs and drafts.q is not None:
+            self._last_draft_probs = drafts.dense_q(vocab)[:, :num_speculative_tokens].contiguous()
+        return drafts.tokens[:, :num_speculative_tokens].contiguous()
 
-        def _host_chunks(self, tokens: Tensor, common: Any, where: Live) -> list[Chunk]:
-            """One per request, in the batch's order, where nothing has to be waited for."""
-            batch, count = self.runner.input_batch, common.num_reqs
-            bounds = common.query_start_loc_cpu[: count + 1].tolist()
-            starts, valid, anchors = where.starts.tolist(), where.valid.tolist(), where.anchors.tolist()
-            heat = [0.0] * count if where.temperature is None else where.temperature.tolist()
-            ids, unfinished = tokens[: bounds[-1]].tolist(), self.runner.discard_request_mask.np[:count].tolist()
-            return [
+    def _host_chunks(self, tokens: Tensor, common: Any, where: Live) -> list[Chunk]:
+        """One per request, in the batch's order, where nothing has to be waited for."""
+        batch, count = self.runner.input_batch, common.num_reqs
+        bounds = common.query_start_loc_cpu[: count + 1].tolist()
+        starts, valid, anchors = where.starts.tolist(), where.valid.tolist(), where.anchors.tolist()
+        heat = [0.0] * count if where.temperature is None else where.temperature.tolist()
+        ids, unfinished = tokens[: bounds[-1]].tolist(), self.runner.discard_request_mask.np[:count].tolist()
+        return [
+            Chunk(
+                request=batch.req_ids[i],
+                start=starts[i],
+                tokens=ids[bounds[i] : bounds[i + 1]],
+                rows=bounds[i + 1] - bounds[i],
+                valid=valid[i],
+                anchor=None if unfinished[i] else anchors[i],
+                temperature=max(heat[i], 0.0),
+                prefix=lambda i=i, n=starts[i]: batch.token_ids_cpu[i, :n].tolist(),
+            )
+            for i in range(count)
+        ]
+
+    def _live_chunks(self, common: Any) -> list[Chunk]:
+        """The same where positions after the prompt are the device's: prompts, and resumed requests, are exact."""
+        batch, count = self.runner.input_batch, common.num_reqs
+        bounds = common.query_start_loc_cpu[: count + 1].tolist()
+        starts, prompts = batch.num_computed_tokens_cpu[:count].tolist(), batch.num_prompt_tokens[:count].tolist()
+        unfinished, made = self.runner.discard_request_mask.np[:count].tolist(), []
+        for i, request in enumerate(batch.req_ids[:count]):
+            rows, exact = bounds[i + 1] - bounds[i], starts[i] < prompts[i] or request in self.resumed
+            made.append(
                 Chunk(
-                    request=batch.req_ids[i],
+                    request=request,
                     start=starts[i],
-                    tokens=ids[bounds[i] : bounds[i + 1]],
-                    rows=bounds[i + 1] - bounds[i],
-                    valid=valid[i],
-                    anchor=None if unfinished[i] else anchors[i],
-                    temperature=max(heat[i], 0.0),
+                    tokens=batch.token_ids_cpu[i, starts[i] : starts[i] + rows].tolist() if exact else [],
+                    rows=rows,
+                    valid=rows,
+                    anchor=None if unfinished[i] else 0,
                     prefix=lambda i=i, n=starts[i]: batch.token_ids_cpu[i, :n].tolist(),
+                    moved=not exact,
                 )
-                for i in range(count)
-            ]
-
-        def _live_chunks(self, common: Any) -> list[Chunk]:
-            """The same where positions after the prompt are the device's: prompts, and resumed requests, are exact."""
-            batch, count = self.runner.input_batch, common.num_reqs
-            bounds = common.query_start_loc_cpu[: count + 1].tolist()
-            starts, prompts = batch.num_computed_tokens_cpu[:count].tolist(), batch.num_prompt_tokens[:count].tolist()
-            unfinished, made = self.runner.discard_request_mask.np[:count].tolist(), []
-            for i, request in enumerate(batch.req_ids[:count]):
-                rows, exact = bounds[i + 1] - bounds[i], starts[i] < prompts[i] or request in self.resumed
-                made.append(
-                    Chunk(
-                        request=request,
-                        start=starts[i],
-                        tokens=batch.token_ids_cpu[i, starts[i] : starts[i] + rows].tolist() if exact else [],
-                        rows=rows,
-                        valid=rows,
-                        anchor=None if unfinished[i] else 0,
-                        prefix=lambda i=i, n=starts[i]: batch.token_ids_cpu[i, :n].tolist(),
-                        moved=not exact,
-                    )
-                )
-            self.resumed.clear()
-            return made
-
-    return DFlash2Proposer
+            )
+        self.resumed.clear()
+        return made
 
 
 def _where(
@@ -170,3 +169,12 @@ def _follow(runner: Any, proposer: Any) -> None:
         return update(scheduler_output, *args, **kwargs)
 
     runner._update_states = update_states
+
+
+def make_proposer(base: type) -> type:
+    """The proposer class for this vLLM, derived from its own so that the runner's type checks hold.
+
+    Args:
+        base: ``vllm.v1.spec_decode.dflash.DFlashProposer``.
+    """
+    return type("DFlash2Proposer", (Proposing, base), {})

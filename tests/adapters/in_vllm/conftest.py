@@ -1,4 +1,4 @@
-"""Real vLLM engines, in this process and on the CPU, with tiny random pairs. `make test-vllm` sets up where they run."""
+"""Real vLLM engines, in this process and on the CPU, with tiny random pairs: run by `make test-vllm`."""
 
 from __future__ import annotations
 

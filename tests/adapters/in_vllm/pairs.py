@@ -74,7 +74,7 @@ def _byte_tokenizer():
 
 
 class Cold:
-    """What a drafter would draft that had seen the whole context itself: Transformers' taps, one append, one propose."""
+    """Drafts of one that has seen the whole context itself: taps of Transformers, one append, one propose."""
 
     def __init__(self, target: str, drafter: str, k: int):
         from transformers import AutoModelForCausalLM
