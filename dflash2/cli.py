@@ -14,6 +14,7 @@ from dflash2.bench import command as bench
 from dflash2.checkpoint_files import DEFAULT_DRAFTER
 from dflash2.command import FAILED, run_command
 from dflash2.evaluation import command as evaluation
+from dflash2.serving import command as serving
 from dflash2.targets import EMBEDDED_TARGET
 from dflash2.training import command as training
 
@@ -30,6 +31,7 @@ EXAMPLES = """examples:
   dflash2 synth --prompts ultrachat --out shards     documents to train on: the target answers prompts
   dflash2 trace --prompts gsm8k humaneval --out trace     what the target does, recorded once
   dflash2 eval --trace trace --drafter path/to/drafter --out report      acceptance, by replay
+  dflash2 stress --url http://localhost:8000         mixed requests to a server that drafts; bench-serve times it
   dflash2 tune && dflash2 bench                      launch settings of this GPU, then its speed
 
 exit codes: 0 done, 1 an output differed or a check failed, 2 the input was wrong (the message says what to change)
@@ -132,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_commands(commands)
     evaluation.add_commands(commands)
     training.add_commands(commands)
+    serving.add_commands(commands)
     return parser
 
 

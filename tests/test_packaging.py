@@ -30,6 +30,7 @@ LAYERS = {
     "dflash2.adapters": 4,
     "dflash2.bench": 4,
     "dflash2.evaluation": 4,
+    "dflash2.serving": 4,
     "dflash2.training": 4,
     "dflash2.demo": 4,
     "dflash2.doctor": 4,

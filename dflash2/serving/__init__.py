@@ -1,0 +1,1 @@
+"""Clients of OpenAI-compatible servers: a stress test that compares outputs, and a benchmark."""
