@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(PY) -m pytest -n $(JOBS) 
 # Half the logical cores: two that share a physical one decode no faster than one (10.1 tok/s with 1 thread, 9.4 with 2).
 DEMO_THREADS := $(or $(OMP_NUM_THREADS),$(shell echo $$((($(CORES) + 1) / 2))))
 
-.PHONY: help setup setup-demo setup-test demo test lint types test-interpreter test-code test-fast format clean
+.PHONY: help setup setup-demo setup-test demo test lint types test-interpreter test-code test-vllm test-fast format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +27,7 @@ setup-test:
 demo: setup-demo ## draft for a real model and show that the output is the model's own
 	@OMP_NUM_THREADS=$(DEMO_THREADS) $(PY) -m dflash2 demo
 
-test: lint types test-interpreter test-code ## everything: lint, types, kernels, tests, wheel, notebooks
+test: lint types test-interpreter test-code test-vllm ## everything: lint, types, kernels, tests, wheel, notebooks, vLLM
 
 lint: setup-test ## ruff: rules and format
 	$(PY) -m ruff check .
@@ -44,6 +44,10 @@ endif
 test-code: setup-test ## all tests; without a GPU the kernels run in Triton's interpreter
 	$(PYTEST)
 
+test-vllm: ## tests in real vLLM engines on the CPU, in an environment of their own (.venv-vllm, 3.5 GB)
+	scripts/setup_vllm.sh
+	OMP_NUM_THREADS=1 $(or $(DFLASH2_VLLM_PYTHON),.venv-vllm/bin/python) -m pytest tests/adapters/in_vllm
+
 test-fast: setup-test ## the tests that take seconds
 	$(PYTEST) -m "not slow"
 
@@ -52,5 +56,5 @@ format: setup-test ## let ruff repair and format
 	$(PY) -m ruff format .
 
 clean: ## remove .venv, caches and builds
-	rm -rf .venv .venv.lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv.lock .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
