@@ -12,7 +12,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from dflash2.adapters.chunks import Chunk, Drafts, Live
 from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import CapacityError, PositionError
 from dflash2.positions import upload
+from dflash2.prefix_store import TokenChain
 from dflash2.proposal import Proposal
 from dflash2.window_kv import WindowKV
 
@@ -132,6 +133,19 @@ class RequestDrafter:
                 self._reserved.discard(seq)
                 self.kv.close(seq)
 
+    def finish(self, request: Hashable, tokens: Callable[[], Sequence[int]]) -> None:
+        """The request is over. Rows that it got on the device go to the prefix store now: it may be continued.
+
+        Args:
+            request: its id.
+            tokens: gives its ids from position 0, up to the first unknown one (negative). Only called where rows were
+                not published as they came; then this waits for the device.
+        """
+        seq = self._open.get(request)
+        if seq is not None and seq in self._reserved and self.kv.store is not None:
+            self._publish(seq, tokens())
+        self.forget([request])
+
     def retain(self, requests: Collection[Hashable]) -> None:
         """Forget all but these: for engines that do not tell of every end."""
         self.forget([r for r in self._open if r not in requests])
@@ -230,6 +244,20 @@ class RequestDrafter:
         if seq not in self._reserved:
             self.kv.reserve([seq], [self._max_tokens])
             self._reserved.add(seq)
+
+    def _publish(self, seq: int, tokens: Sequence[int]) -> None:
+        spans, size, store = self.kv.spans(seq), self.kv.page_size, self.kv.store
+        if not spans or store is None:
+            return
+        first, end = spans[-1]
+        chain = TokenChain(size)
+        chain.extend(list(takewhile(lambda t: t >= 0, tokens[:end])))
+        pages = range(-(-first // size), len(chain.digests))
+        if not pages:
+            return
+        _, keys, values = self.kv.read_back(seq, pages.start * size, pages.stop * size)
+        for page, k, v in zip(pages, keys.split(size, 1), values.split(size, 1), strict=True):
+            store.put(chain, page, k, v)
 
     def _lacks_rows(self, seq: int) -> bool:
         """Whether a window from the next position would reach rows that are not there."""

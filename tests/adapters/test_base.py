@@ -355,3 +355,30 @@ def test_a_warm_up_leaves_nothing_behind():
     assert under_test.requests == []
     assert under_test.kv.pages_in_use == 0
     assert under_test.counters.steps == 0
+
+
+@pytest.mark.parametrize("known", [None, 43])
+def test_a_conversation_goes_on_from_rows_made_on_the_device(known):
+    """The next turn's prompt holds the last answer, whose rows were appended where the host did not see them."""
+    made = drafter()
+    under_test = adapter(made)
+    turn = Request("first", line(4, 46), 20)
+    step, _ = as_live(under_test, {"first": turn})
+    host = engine(under_test, chunk=64)
+    host.run_drafter = step
+    host.admit(turn)
+    while not turn.done:
+        host.step([turn])
+    if known is None:
+        under_test.finish("first", lambda: turn.text)
+    else:
+        under_test.finish("first", lambda: [*turn.text[:known], -1, -1])  # the newest are not there yet
+    assert under_test.kv.pages_in_use == 0
+    end = (known or turn.computed) // PAGE * PAGE
+    seq = under_test.kv.open(end, turn.text[:end])
+    assert under_test.kv.span(seq)[0] <= end - 8  # a whole window
+    again = made.new_kv(1, 256)
+    cold = again.open()
+    made.append(again, [cold], host.taps(turn.text[:end]), [0], [end])
+    drafts = [made.propose(kv, [s], [5], [end]).tokens for kv, s in ((under_test.kv, seq), (again, cold))]
+    assert torch.equal(*drafts)

@@ -65,23 +65,54 @@ def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int)
     if device.type == "cuda" and settings.cuda_graphs and not model.enforce_eager:
         sizes = [n for n in CAPTURED_BATCHES if n < scheduler.max_num_seqs]
         drafter.capture(core.kv, [*sizes, min(scheduler.max_num_seqs, CAPTURED_BATCHES[-1])], k)
-    _announce(core, path, "int8" if settings.int8_head else str(model.dtype).removeprefix("torch."))
+    _announce(core, path, settings.int8_head)
     return core
 
 
 def _tables(target: nn.Module, settings: Settings) -> tuple[Tensor, Any]:
     embedding, head = target_tables(target)
-    if not settings.int8_head:
+    if settings.int8_head == "off":
         return embedding, head
     if not isinstance(head, Tensor):
         raise ConfigError("int8_head: the target's head has a bias. Leave int8_head out.")
+    if settings.int8_head == "shared":
+        if head.data_ptr() == embedding.data_ptr():
+            raise ConfigError(
+                'int8_head "shared": the target\'s head is tied to its embedding, which needs the 16-bit weight: it '
+                'cannot be freed. "drafts" makes an int8 copy for the drafter alone.'
+            )
+        del head  # or this would be another reader of what is to be freed
+        return embedding, _share_int8(_language_model(target).lm_head)
     linear = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(head, requires_grad=False)
     return embedding, Int8LMHead.from_linear(linear)
 
 
-def _announce(core: RequestDrafter, path: str, head: str) -> None:
+class _Int8Logits:
+    """Stands where vLLM's quantisation method of ``lm_head`` stood."""
+
+    def __init__(self, head: Int8LMHead):
+        self.head = head
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        logits = self.head(x)
+        return logits if bias is None else logits + bias
+
+
+def _share_int8(lm_head: Any) -> Int8LMHead:
+    """Make the target's own head int8; its 16-bit weight goes, before vLLM measures what is left."""
+    try:
+        head = Int8LMHead.from_linear(lm_head, free_source=True)
+    except ConfigError as e:
+        raise ConfigError(f'int8_head "shared": {e} "drafts" makes an int8 copy for the drafter alone.') from e
+    lm_head.quant_method = _Int8Logits(head)
+    _log.info("dflash2: the target's head is int8 now, %s: its output changes a little", head.extra_repr())
+    return head
+
+
+def _announce(core: RequestDrafter, path: str, int8_head: str) -> None:
     drafter, kv = core.drafter, core.kv
+    head = str(drafter.dtype).removeprefix("torch.") if int8_head == "off" else f"int8 ({int8_head})"
     weights = sum(t.untyped_storage().nbytes() for t in (*drafter.parameters(), *drafter.buffers()))
     _log.info(
         "dflash2: drafting %d tokens with %s (%s, windows %s) beside vLLM %s: weights %s bytes, %d pages of %d rows "
@@ -104,15 +135,19 @@ def _store_bytes(vllm_config: Any, settings: Settings, drafter: DFlash2Drafter) 
     return min(max(pool, LEAST_STORE_BYTES), MOST_STORE_BYTES)
 
 
+def _language_model(target: Any) -> Any:
+    while not hasattr(target, "lm_head") and hasattr(target, "get_language_model"):
+        target = target.get_language_model()
+    return target
+
+
 def target_tables(target: nn.Module) -> tuple[Tensor, Any]:
     """The embedding table and the head of a vLLM model: a weight ``[V', H]``, or a callable where there is a bias.
 
     Raises:
         ConfigError: they cannot be found, or are quantised.
     """
-    language: Any = target
-    while not hasattr(language, "lm_head") and hasattr(language, "get_language_model"):
-        language = language.get_language_model()
+    language = _language_model(target)
     embedding = getattr(getattr(language, "model", None), "embed_tokens", None)
     head = getattr(language, "lm_head", None)
     weights = [getattr(m, "weight", None) for m in (embedding, head)]

@@ -35,10 +35,10 @@ class StepGuard:
             tokens = torch.zeros(count, core.k, dtype=torch.int64, device=core.kv.device)
             return Drafts(tokens, tokens.new_zeros(count, dtype=torch.bool), None, None)
 
-    def note(self, call: Callable[[Any], None], value: Any) -> None:
-        """``call(value)``, for events that concern the drafter only."""
+    def note(self, call: Callable[..., None], *args: Any) -> None:
+        """``call(*args)``, for events that concern the drafter only."""
         try:
-            call(value)
+            call(*args)
         except Exception:  # noqa: BLE001
             self._failed()
 

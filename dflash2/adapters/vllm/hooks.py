@@ -130,7 +130,7 @@ def _follow_v2(module: ModuleType) -> None:
 
     def finish_requests(self: Any, scheduler_output: Any) -> None:
         if (tell := getattr(self.speculator, "scheduled", None)) is not None:
-            tell(scheduler_output)
+            tell(scheduler_output, self.req_states)
         finish(self, scheduler_output)
 
     setattr(finish_requests, _OURS, True)

@@ -25,6 +25,7 @@ class Proposing:
     vllm_config: Any
     device: torch.device
     num_speculative_tokens: int
+    max_model_len: int
     _enable_probabilistic_draft_probs: bool
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
@@ -46,6 +47,8 @@ class Proposing:
         """No layers of ours; a real group's id, or vLLM makes no attention metadata for the drafter's step."""
         self.kv_cache_gid, self.draft_attn_groups = 0, []
         self.block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        # One request near the longest length must not cost all others of its step their rows: ours have no such limit.
+        self.runner.effective_drafter_max_model_len = self.max_model_len + 2 * (self.num_speculative_tokens + 1)
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
         """Nothing of ours is in any group."""
@@ -156,6 +159,11 @@ def _where(
     return Live(positions[bounds[:-1]].long(), valid, next_ids[:count].long(), heat)
 
 
+def _tokens(request: Any) -> list[int]:
+    """Of a request of vLLM's, prompt and output; with asynchronous scheduling the newest may be -1."""
+    return [*request.prompt_token_ids, *request.output_token_ids]
+
+
 def _follow(runner: Any, proposer: Any) -> None:
     """Hear of requests that end, begin or resume: their ids, or positions, mean something else from now on."""
     update = runner._update_states
@@ -163,6 +171,8 @@ def _follow(runner: Any, proposer: Any) -> None:
     def update_states(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         core = proposer.core
         if core is not None:
+            for ended in scheduler_output.finished_req_ids:
+                proposer.guard.note(core.finish, ended, lambda ended=ended: _tokens(runner.requests[ended]))
             proposer.guard.note(core.forget, list(scheduler_output.finished_req_ids))
             proposer.guard.note(core.forget, [r.req_id for r in scheduler_output.scheduled_new_reqs])
             proposer.resumed |= set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)

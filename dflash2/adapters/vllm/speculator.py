@@ -57,15 +57,21 @@ class Speculating:
     def capture(self) -> None:
         """They were recorded when it was loaded."""
 
-    def scheduled(self, scheduler_output: Any) -> None:
-        """Hear of requests that end, begin or resume. A preempted one comes back as a new one."""
+    def scheduled(self, scheduler_output: Any, states: Any) -> None:
+        """Hear of requests that end, begin or resume. A preempted one comes back as a new one.
+
+        Args:
+            scheduler_output: of the step to come.
+            states: the runner's ``RequestState``, before that step.
+        """
         if self.core is None:
             return
-        begun = scheduler_output.scheduled_new_reqs
-        for ended in (scheduler_output.finished_req_ids, [r.req_id for r in begun]):
-            self.guard.note(self.core.forget, list(ended))
-            for request in ended:
-                self._prompts.pop(request, None)
+        finished, begun = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
+        for request in finished:
+            self.guard.note(self.core.finish, request, lambda request=request: _tokens(states, request))
+        for request in [*finished, *(r.req_id for r in begun)]:
+            self.guard.note(self.core.forget, [request])
+            self._prompts.pop(request, None)
         self._prompts |= {r.req_id: r.prefill_token_ids for r in begun}
 
     @torch.inference_mode()
@@ -145,6 +151,12 @@ class Speculating:
                 )
             )
         return made
+
+
+def _tokens(states: Any, request: str) -> list[int]:
+    """Of a request of vLLM's, prompt and output. Waits for the device."""
+    slot = states.req_id_to_index[request]
+    return states.all_token_ids.gpu[slot, : int(states.total_len.gpu[slot])].tolist()
 
 
 def make_speculator(base: type) -> type:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,17 @@ def test_reused_request_ids_begin_anew(tiny_pair, engines):
         split = len(rounds) // 2
     assert_cold(tiny_pair, {"same": [*a, *first["same"]]}, rounds[:split])
     assert_cold(tiny_pair, {"same": [*b, *second["same"]]}, rounds[split:])
+
+
+def test_one_request_at_the_longest_length_does_not_disturb_others(tiny_pair, engines):
+    sizes = {"max_model_len": 128}
+    ours, plain = engines(*tiny_pair, **sizes), engines(tiny_pair[0], None, **sizes)
+    rng = random.Random(9)
+    prompts = {f"r{i}": [rng.randrange(256) for _ in range(n)] for i, n in enumerate((117, 40, 20, 121))}
+    with ours.recorded() as (rounds, _):
+        got = ours.run(prompts, greedy(60))
+    assert got == plain.run(prompts, greedy(60))
+    assert [len(got[n]) + len(p) for n, p in prompts.items()] == [128, 100, 80, 128]
+    ends = sorted(r.end for r in rounds if named(r.request) == "r2")
+    assert max(b - a for a, b in pairwise(ends)) <= K + 1  # no step without drafts
+    assert_cold(tiny_pair, {n: [*prompts[n], *t] for n, t in got.items()}, rounds)
