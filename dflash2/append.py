@@ -219,9 +219,9 @@ def _keep_and_publish(
     for new_keys, new_values in chunks:
         keys, values = torch.cat((keys, new_keys), 1), torch.cat((values, new_values), 1)
         whole = (begin + keys.shape[1]) // page_size
-        for page in range(published, whole):
-            rows = slice(page * page_size - begin, (page + 1) * page_size - begin)
-            store.put(chain, page, keys[:, rows], values[:, rows])
+        if whole > published:
+            rows = slice(published * page_size - begin, whole * page_size - begin)
+            store.put(chain, published, keys[:, rows], values[:, rows])
         published = max(published, whole)
         drop = max(0, min(published * page_size, first) - begin)
         begin, keys, values = begin + drop, keys[:, drop:], values[:, drop:]

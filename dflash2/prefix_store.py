@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash2.errors import CapacityError
+from dflash2.positions import upload
 
 __all__ = ["PrefixStore", "TokenChain"]
 
@@ -97,16 +98,31 @@ class PrefixStore:
         """Bytes held, fixed at creation."""
         return self.keys.nbytes + self.values.nbytes
 
-    def put(self, chain: TokenChain, page: int, keys: Tensor, values: Tensor) -> None:
-        """Publish one whole page of a chain: keys, values ``[L, page_size, nkv, hd]``. A known page is only touched."""
-        digest = chain.digests[page]
-        if digest in self._pages:
-            self._pages.move_to_end(digest)
-            return
-        index = self._free.pop() if self._free else self._evict()
-        self.keys[:, index], self.values[:, index] = keys, values
-        self._pages[digest] = _Page(index, chain.parent(page), chain.page_tokens(page))
-        self._children.setdefault(chain.parent(page), set()).add(digest)
+    def put(self, chain: TokenChain, first: int, keys: Tensor, values: Tensor) -> None:
+        """Publish whole pages of a chain, from page ``first`` on; of known ones only the use is noted.
+
+        Args:
+            chain: knows the tokens of all of them.
+            first: number of the first page.
+            keys, values: ``[L, pages * page_size, nkv, hd]``. Of more pages than the store has, the last ones stay.
+        """
+        count = keys.shape[1] // self.page_size
+        skipped = max(0, count - self.num_pages)
+        new: list[tuple[int, int]] = []  # place in keys, index in the store
+        for place in range(skipped, count):
+            page = first + place
+            digest = chain.digests[page]
+            if digest in self._pages:
+                self._pages.move_to_end(digest)
+                continue
+            new.append((place, self._free.pop() if self._free else self._evict()))
+            self._pages[digest] = _Page(new[-1][1], chain.parent(page), chain.page_tokens(page))
+            self._children.setdefault(chain.parent(page), set()).add(digest)
+        if new:
+            places, indices = upload(list(zip(*new, strict=True)), self.keys.device)
+            for store, rows in ((self.keys, keys), (self.values, values)):
+                pages = rows.unflatten(1, (count, self.page_size))
+                store.index_copy_(1, indices, pages if len(new) == count else pages[:, places])
 
     def _evict(self) -> int:
         digest, page = self._pages.popitem(last=False)

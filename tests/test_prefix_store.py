@@ -10,6 +10,7 @@ from oracle import check_row
 from tiny import FULL, SLIDING, Toy, assert_same, poison, snapshot, tiny_config
 
 from dflash2.errors import CapacityError, PositionError
+from dflash2.prefix_store import PrefixStore, TokenChain
 
 
 def page_bytes(toy: Toy, page: int) -> int:
@@ -252,3 +253,22 @@ def test_token_ids_must_be_those_before_the_start():
     for ids in ([1, 2], [1, 2, 3, 4]):
         with pytest.raises(PositionError, match=rf"open\(start_position=3\) got {len(ids)} token_ids"):
             kv.open(3, ids)
+
+
+def test_more_pages_than_the_store_has_leave_the_last_ones():
+    """And a page that is known already stays where it is."""
+    page_bytes = 2 * 1 * 4 * 1 * 2 * 4
+    store = PrefixStore(3 * page_bytes, 4, (1, 1, 2), device="cpu", dtype=torch.float32)
+    chain = TokenChain(4)
+    chain.extend(range(20))
+    keys = torch.arange(40.0).view(1, 20, 1, 2)
+    store.put(chain, 2, keys[:, 8:12], -keys[:, 8:12])
+    at = store._pages[chain.digests[2]].index
+    store.put(chain, 0, keys, -keys)
+    assert [d in store for d in chain.digests] == [False, False, True, True, True]
+    found = store.tail(chain, 9)
+    assert [page for page, _ in found] == [2, 3, 4]
+    assert found[0][1] == at
+    kept = store.keys[:, [index for _, index in found]].flatten(1, 2)
+    assert torch.equal(kept, keys[:, 8:])
+    assert torch.equal(store.values[:, [index for _, index in found]].flatten(1, 2), -keys[:, 8:])

@@ -160,7 +160,8 @@ class RequestDrafter:
         count = min(self.kv.max_sequences - len(self._open), len(taps))
         share = -(-len(taps) // max(count, 1))
         parts = [min(share, len(taps) - at) for at in range(0, len(taps), share)] if count else []
-        chunks = [Chunk(("warm up", i), 0, [0] * n, n, n, 0) for i, n in enumerate(parts)]
+        nobodys = -1  # rows of such tokens are never looked up in the prefix store
+        chunks = [Chunk(("warm up", i), 0, [nobodys] * n, n, n, 0) for i, n in enumerate(parts)]
         self.step(chunks, taps)
         self.forget([c.request for c in chunks])
         self.counters = counters
@@ -256,8 +257,7 @@ class RequestDrafter:
         if not pages:
             return
         _, keys, values = self.kv.read_back(seq, pages.start * size, pages.stop * size)
-        for page, k, v in zip(pages, keys.split(size, 1), values.split(size, 1), strict=True):
-            store.put(chain, page, k, v)
+        store.put(chain, pages.start, keys, values)
 
     def _lacks_rows(self, seq: int) -> bool:
         """Whether a window from the next position would reach rows that are not there."""

@@ -148,9 +148,9 @@ def target_tables(target: nn.Module) -> tuple[Tensor, Any]:
         ConfigError: they cannot be found, or are quantised.
     """
     language = _language_model(target)
-    embedding = getattr(getattr(language, "model", None), "embed_tokens", None)
-    head = getattr(language, "lm_head", None)
-    weights = [getattr(m, "weight", None) for m in (embedding, head)]
+    embedding: Any = getattr(getattr(language, "model", None), "embed_tokens", None)
+    head: Any = getattr(language, "lm_head", None)
+    weights: list[Any] = [getattr(m, "weight", None) for m in (embedding, head)]
     if not all(isinstance(w, Tensor) and w.is_floating_point() for w in weights):
         raise ConfigError(
             f"{type(target).__name__}: no 16-bit model.embed_tokens and lm_head (a quantised head?). "

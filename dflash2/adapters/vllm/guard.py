@@ -20,7 +20,7 @@ class StepGuard:
     """Runs what the plug-in does in a step; whatever it raises is counted, logged a few times, and goes no further.
 
     Attributes:
-        failed_steps: steps without drafts.
+        failed_steps: steps without drafts, and events that could not be followed.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class StepGuard:
         try:
             return step()
         except Exception:  # noqa: BLE001
-            self._failed()
+            self._failed("a step without drafts")
             tokens = torch.zeros(count, core.k, dtype=torch.int64, device=core.kv.device)
             return Drafts(tokens, tokens.new_zeros(count, dtype=torch.bool), None, None)
 
@@ -40,9 +40,9 @@ class StepGuard:
         try:
             call(*args)
         except Exception:  # noqa: BLE001
-            self._failed()
+            self._failed("an event of a request was lost")
 
-    def _failed(self) -> None:
+    def _failed(self, what: str) -> None:
         self.failed_steps += 1
         if self.failed_steps <= LOGGED:
-            _log.exception("dflash2: a step without drafts (%d so far)", self.failed_steps)
+            _log.exception("dflash2: %s (%d failures so far)", what, self.failed_steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ def warn_if_untested() -> None:
         )  # fmt: skip
 
 
-def _accept_candidate_heads(module: ModuleType) -> None:
+def _accept_candidate_heads(module: Any) -> None:
     """Its own V1 proposer would not run a selector; ours does. So that is no longer a reason to refuse the runner."""
     config = module.VllmConfig
     refuse = getattr(config, "_get_v1_model_runner_unsupported_features", None)
@@ -77,7 +76,7 @@ def _is_ours(vllm_config: Any) -> bool:
     return spec.method == "dflash" and bool(set(ARCHITECTURES) & set(spec.draft_model_config.architectures))
 
 
-def _register_architecture(module: ModuleType) -> None:
+def _register_architecture(module: Any) -> None:
     """Versions without DFlash2 of their own do not know its name; of the class they look at the interfaces only."""
     registry = module.ModelRegistry
     for name in ARCHITECTURES:
@@ -85,7 +84,7 @@ def _register_architecture(module: ModuleType) -> None:
             registry.register_model(name, "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM")
 
 
-def _take_over(module: ModuleType) -> None:
+def _take_over(module: Any) -> None:
     theirs = module.DFlashProposer
     if hasattr(theirs, _OURS):
         return
@@ -102,7 +101,7 @@ def _take_over(module: ModuleType) -> None:
     after_import("vllm.v1.worker.gpu_model_runner", lambda runner: setattr(runner, "DFlashProposer", ours))
 
 
-def _take_over_v2(module: ModuleType) -> None:
+def _take_over_v2(module: Any) -> None:
     theirs = module.init_speculator
     if hasattr(theirs, _OURS):
         return
@@ -121,7 +120,7 @@ def _take_over_v2(module: ModuleType) -> None:
     after_import("vllm.v1.worker.gpu.model_runner", lambda runner: setattr(runner, "init_speculator", init_speculator))
 
 
-def _follow_v2(module: ModuleType) -> None:
+def _follow_v2(module: Any) -> None:
     """Tell our speculator what the scheduler says before the runner acts on it."""
     runner = module.GPUModelRunner
     finish = runner.finish_requests
@@ -137,7 +136,7 @@ def _follow_v2(module: ModuleType) -> None:
     runner.finish_requests = finish_requests
 
 
-def _repair_sampling_on_cpus(module: ModuleType) -> None:
+def _repair_sampling_on_cpus(module: Any) -> None:
     """Two faults of vLLM 0.26 to 0.33 on CPUs, with any drafter.
 
     It hands its kernel a copy of the output, so sampling parameters of drafts are uninitialised memory, and output at

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dflash2.adapters.base import RequestDrafter
-from dflash2.adapters.chunks import Chunk, Live
+from dflash2.adapters.chunks import Chunk, Drafts, Live
 from dflash2.adapters.vllm.core import make_core
 from dflash2.adapters.vllm.guard import StepGuard
 from dflash2.adapters.vllm.hooks import warn_if_untested
@@ -27,6 +28,9 @@ class Proposing:
     num_speculative_tokens: int
     max_model_len: int
     _enable_probabilistic_draft_probs: bool
+    _draft_attn_layer_names: set[str]
+    draft_attn_groups: list[Any]
+    _last_draft_probs: Tensor | None
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)  # type: ignore[call-arg]
@@ -80,25 +84,27 @@ class Proposing:
         slot_mappings: Any = None,
     ) -> Tensor:
         """int64 ``[requests, num_speculative_tokens]``; zeros for a request that goes without drafts."""
-        count, vocab = common_attn_metadata.num_reqs, self.vllm_config.model_config.get_vocab_size()
-        if target_positions.dim() > 1:
-            target_positions = target_positions[0]  # of text all of M-RoPE's are equal
-        temperature = sampling_metadata.temperature if self._enable_probabilistic_draft_probs else None
-        where = _where(
-            common_attn_metadata, target_positions, next_token_ids, num_rejected_tokens_gpu, temperature
-        )  # fmt: skip
+        core = self.core
+        assert core is not None
+        self._last_draft_probs = None
 
-        def step() -> Any:
+        def step() -> Drafts:
+            positions = (
+                target_positions[0] if target_positions.dim() > 1 else target_positions
+            )  # M-RoPE: equal for text
+            heat = sampling_metadata.temperature if self._enable_probabilistic_draft_probs else None
+            where = _where(common_attn_metadata, positions, next_token_ids, num_rejected_tokens_gpu, heat)
             if target_hidden_states.device.type == "cpu":
                 chunks, live = self._host_chunks(target_token_ids, common_attn_metadata, where), None
             else:
                 chunks, live = self._live_chunks(common_attn_metadata), where
-            return self.core.step(chunks, target_hidden_states[: sum(c.rows for c in chunks)], live=live)
+            drafts = core.step(chunks, target_hidden_states[: sum(c.rows for c in chunks)], live=live)
+            if heat is not None and drafts.q is not None:
+                vocabulary = self.vllm_config.model_config.get_vocab_size()
+                self._last_draft_probs = drafts.dense_q(vocabulary)[:, :num_speculative_tokens].contiguous()
+            return drafts
 
-        drafts = self.guard.run(step, count, self.core)
-        self._last_draft_probs = None
-        if self._enable_probabilistic_draft_probs and drafts.q is not None:
-            self._last_draft_probs = drafts.dense_q(vocab)[:, :num_speculative_tokens].contiguous()
+        drafts = self.guard.run(step, common_attn_metadata.num_reqs, core)
         return drafts.tokens[:, :num_speculative_tokens].contiguous()
 
     def _host_chunks(self, tokens: Tensor, common: Any, where: Live) -> list[Chunk]:
@@ -117,7 +123,7 @@ class Proposing:
                 valid=valid[i],
                 anchor=None if unfinished[i] else anchors[i],
                 temperature=max(heat[i], 0.0),
-                prefix=lambda i=i, n=starts[i]: batch.token_ids_cpu[i, :n].tolist(),
+                prefix=partial(_known, batch, i, 0, starts[i]),
             )
             for i in range(count)
         ]
@@ -134,11 +140,11 @@ class Proposing:
                 Chunk(
                     request=request,
                     start=starts[i],
-                    tokens=batch.token_ids_cpu[i, starts[i] : starts[i] + rows].tolist() if exact else [],
+                    tokens=_known(batch, i, starts[i], starts[i] + rows) if exact else [],
                     rows=rows,
                     valid=rows,
                     anchor=None if unfinished[i] else 0,
-                    prefix=lambda i=i, n=starts[i]: batch.token_ids_cpu[i, :n].tolist(),
+                    prefix=partial(_known, batch, i, 0, starts[i]),
                     moved=not exact,
                 )
             )
@@ -159,8 +165,14 @@ def _where(
     return Live(positions[bounds[:-1]].long(), valid, next_ids[:count].long(), heat)
 
 
-def _tokens(request: Any) -> list[int]:
+def _known(batch: Any, row: int, first: int, end: int) -> list[int]:
+    """Ids at these positions of a request."""
+    return batch.token_ids_cpu[row, first:end].tolist()
+
+
+def _tokens(runner: Any, name: str) -> list[int]:
     """Of a request of vLLM's, prompt and output; with asynchronous scheduling the newest may be -1."""
+    request = runner.requests[name]
     return [*request.prompt_token_ids, *request.output_token_ids]
 
 
@@ -172,7 +184,7 @@ def _follow(runner: Any, proposer: Any) -> None:
         core = proposer.core
         if core is not None:
             for ended in scheduler_output.finished_req_ids:
-                proposer.guard.note(core.finish, ended, lambda ended=ended: _tokens(runner.requests[ended]))
+                proposer.guard.note(core.finish, ended, partial(_tokens, runner, ended))
             proposer.guard.note(core.forget, list(scheduler_output.finished_req_ids))
             proposer.guard.note(core.forget, [r.req_id for r in scheduler_output.scheduled_new_reqs])
             proposer.resumed |= set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)

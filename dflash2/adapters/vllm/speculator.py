@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Speculating:
             return
         finished, begun = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
         for request in finished:
-            self.guard.note(self.core.finish, request, lambda request=request: _tokens(states, request))
+            self.guard.note(self.core.finish, request, partial(_tokens, states, request))
         for request in [*finished, *(r.req_id for r in begun)]:
             self.guard.note(self.core.forget, [request])
             self._prompts.pop(request, None)
@@ -98,6 +99,7 @@ class Speculating:
         if dummy_run:
             self._rehearse(aux_hidden_states)
             return torch.zeros(count, core.k, dtype=torch.int64, device=self.device)
+
         slots = input_batch.idx_mapping[:count].long()
         heat = None if self.draft_logits is None else temperature[slots].float()
 
@@ -114,8 +116,8 @@ class Speculating:
             return core.step(self._chunks(input_batch), taps, live=live)
 
         drafts = self.guard.run(step, count, core)
-        if self.draft_logits is not None and heat is not None:
-            self._publish(self.draft_logits, drafts, slots, heat)
+        if self.draft_logits is not None:  # after a failure too: older ones do not belong to the tokens of now
+            self.guard.note(self._publish, self.draft_logits, drafts, slots, heat)
         return drafts.tokens
 
     def _publish(self, logits: Tensor, drafts: Drafts, slots: Tensor, temperature: Tensor) -> None:
@@ -146,11 +148,15 @@ class Speculating:
                     rows=rows[i],
                     valid=rows[i],
                     anchor=None if starts[i] + rows[i] < ends[i] else 0,
-                    prefix=lambda prompt=prompt, n=starts[i]: prompt[:n],
+                    prefix=partial(_head, prompt, starts[i]),
                     moved=not prefilling[i],
                 )
             )
         return made
+
+
+def _head(tokens: Sequence[int], count: int) -> Sequence[int]:
+    return tokens[:count]
 
 
 def _tokens(states: Any, request: str) -> list[int]:
