@@ -66,7 +66,8 @@ class Proposing:
         if not self._warm and self.core is not None:
             self._warm = True
             width = len(self.core.drafter.config.target_layer_ids) * self.core.drafter.config.hidden_size
-            self.core.warm_up(torch.zeros(num_tokens, width, dtype=self.core.drafter.dtype, device=self.device))
+            taps = torch.zeros(num_tokens, width, dtype=self.core.drafter.dtype, device=self.device)
+            self.guard.note(self.core.warm_up, taps)
 
     @torch.inference_mode()
     def propose(

@@ -97,7 +97,7 @@ class Speculating:
         count, core = input_batch.num_reqs, self.core
         assert core is not None
         if dummy_run:
-            self._rehearse(aux_hidden_states)
+            self.guard.note(self._rehearse, aux_hidden_states)
             return torch.zeros(count, core.k, dtype=torch.int64, device=self.device)
 
         slots = input_batch.idx_mapping[:count].long()
