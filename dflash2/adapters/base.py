@@ -9,20 +9,18 @@ then append. Nothing here raises on account of one request: it goes without draf
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby, pairwise, takewhile
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dflash2.adapters.chunks import Chunk, Drafts, Live
+from dflash2.adapters.contexts import DraftCounters, RequestContexts
 from dflash2.drafter import DFlash2Drafter
-from dflash2.errors import CapacityError, PositionError
 from dflash2.positions import upload
-from dflash2.prefix_store import TokenChain
 from dflash2.proposal import Proposal
 from dflash2.window_kv import WindowKV
 
@@ -34,30 +32,6 @@ _log = logging.getLogger(__name__)
 
 #: Failures of one kind that are logged; the rest is counted only.
 LOGGED = 5
-
-
-@dataclass
-class DraftCounters:
-    """What happened since the start.
-
-    Attributes:
-        steps: calls of `RequestDrafter.step`.
-        rounds: requests drafted for, summed over steps.
-        proposed: drafts made.
-        opened: contexts begun; ``restored`` of them with rows of the prefix store, ``holes`` of them not at position 0
-            and without all rows that their window reaches.
-        evicted: contexts given up for others.
-        failures: by kind of error, requests that went without drafts.
-    """
-
-    steps: int = 0
-    rounds: int = 0
-    proposed: int = 0
-    opened: int = 0
-    restored: int = 0
-    holes: int = 0
-    evicted: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -92,6 +66,7 @@ class RequestDrafter:
 
     Attributes:
         kv: the memory; nothing of it is the engine's.
+        contexts: which requests hold a part of it.
         counters: `DraftCounters`.
     """
 
@@ -111,15 +86,12 @@ class RequestDrafter:
         self.kv: WindowKV = drafter.new_kv(max_requests, max_tokens, page_size, prefix_store_bytes)
         self.counters = DraftCounters()
         self._invalid = torch.zeros((), dtype=torch.int64, device=drafter.device)
-        self._busy: set[Hashable] = set()
-        self._open: OrderedDict[Hashable, int] = OrderedDict()  # least recently stepped first
-        self._max_tokens = max_tokens
-        self._reserved: set[int] = set()  # sequences whose pages are there for positions that only the device knows
+        self.contexts = RequestContexts(self.kv, max_tokens)
 
     @property
     def requests(self) -> list[Hashable]:
         """Requests that hold a context."""
-        return list(self._open)
+        return list(self.contexts)
 
     @property
     def invalid(self) -> int:
@@ -128,27 +100,15 @@ class RequestDrafter:
 
     def forget(self, requests: Collection[Hashable]) -> None:
         """These ids are finished, aborted, or about to name something else. Unknown ones are fine."""
-        for request in requests:
-            if (seq := self._open.pop(request, None)) is not None:
-                self._reserved.discard(seq)
-                self.kv.close(seq)
+        self.contexts.forget(requests)
 
     def finish(self, request: Hashable, tokens: Callable[[], Sequence[int]]) -> None:
-        """The request is over. Rows that it got on the device go to the prefix store now: it may be continued.
-
-        Args:
-            request: its id.
-            tokens: gives its ids from position 0, up to the first unknown one (negative). Only called where rows were
-                not published as they came; then this waits for the device.
-        """
-        seq = self._open.get(request)
-        if seq is not None and seq in self._reserved and self.kv.store is not None:
-            self._publish(seq, tokens())
-        self.forget([request])
+        """The request is over, and may be continued by another: see `RequestContexts.finish`."""
+        self.contexts.finish(request, tokens)
 
     def retain(self, requests: Collection[Hashable]) -> None:
         """Forget all but these: for engines that do not tell of every end."""
-        self.forget([r for r in self._open if r not in requests])
+        self.contexts.retain(requests)
 
     def warm_up(self, taps: Tensor) -> None:
         """Run all that a step runs, so that kernels are compiled and the memory that they need is seen.
@@ -157,7 +117,7 @@ class RequestDrafter:
             taps: ``[rows, T*H]``, any values: the most rows that a step may have.
         """
         counters, self.counters = self.counters, DraftCounters()
-        count = min(self.kv.max_sequences - len(self._open), len(taps))
+        count = min(self.kv.max_sequences - len(self.requests), len(taps))
         share = -(-len(taps) // max(count, 1))
         parts = [min(share, len(taps) - at) for at in range(0, len(taps), share)] if count else []
         nobodys = -1  # rows of such tokens are never looked up in the prefix store
@@ -191,13 +151,17 @@ class RequestDrafter:
         self.counters.steps += 1
         ends = torch.tensor([c.rows for c in chunks]).cumsum(0).tolist()
         placed = [_Placed(c, i, end - c.rows, end) for i, (c, end) in enumerate(zip(chunks, ends, strict=True))]
-        self._busy = {c.request for c in chunks}
+        busy = {c.request for c in chunks}
         stays: list[_Placed] = []
         begins: list[_Placed] = []
 
         def place(some: list[_Placed]) -> None:
             for p in some:
-                (stays if self._ready(p.chunk) else begins).append(p)
+                (stays if self.contexts.ready(p.chunk) else begins).append(p)
+
+        def begin(some: list[_Placed]) -> None:
+            for p in some:
+                self.contexts.begin(p.chunk, self.counters, busy)
 
         for p in placed:
             self._each("place", [p], place)
@@ -207,83 +171,13 @@ class RequestDrafter:
             done += self._each("append", moved, lambda some: self._append_live(some, taps, live))
         begins.sort(key=lambda p: p.chunk.start)
         for _, same in groupby(begins, key=lambda p: p.chunk.start):
-            opened = [p for p in same if self._each("open", [p], self._begin)]
+            opened = [p for p in same if self._each("open", [p], begin)]
             done += self._each("append", opened, lambda some: self._append(some, taps))
         there = {p.index for p in done}
         drafting = [i for i, p in enumerate(placed) if i in there and p.chunk.anchor is not None]
         return self._draft(placed, drafting, generator, live)
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _ready(self, chunk: Chunk) -> bool:
-        """Whether the request's context stands, or can be put, where the chunk begins without losing rows."""
-        seq = self._open.get(chunk.request)
-        if seq is None and chunk.moved:
-            raise PositionError("its context was given up, and where it is now only the device knows.")
-        if seq is None:
-            return False
-        self._open.move_to_end(chunk.request)
-        if chunk.moved:
-            self._reserve(seq)
-            return True
-        first, end = self.kv.span(seq)
-        if chunk.start == end:
-            return True
-        self._reserved.discard(seq)  # moving on purpose ends a reservation
-        if chunk.start > end and self.kv.store is None:
-            self.kv.skip_to(seq, chunk.start)
-            return True
-        if first <= chunk.start < end:
-            self.kv.truncate(seq, chunk.start)
-            if self.kv.store is None or not self._lacks_rows(seq):
-                return True
-        self.forget([chunk.request])
-        return False
-
-    def _reserve(self, seq: int) -> None:
-        """All pages that it may ever need: once per request, and nothing is left to do when it moves on."""
-        if seq not in self._reserved:
-            self.kv.reserve([seq], [self._max_tokens])
-            self._reserved.add(seq)
-
-    def _publish(self, seq: int, tokens: Sequence[int]) -> None:
-        spans, size, store = self.kv.spans(seq), self.kv.page_size, self.kv.store
-        if not spans or store is None:
-            return
-        first, end = spans[-1]
-        chain = TokenChain(size)
-        chain.extend(list(takewhile(lambda t: t >= 0, tokens[:end])))
-        pages = range(-(-first // size), len(chain.digests))
-        if not pages:
-            return
-        _, keys, values = self.kv.read_back(seq, pages.start * size, pages.stop * size)
-        store.put(chain, pages.start, keys, values)
-
-    def _lacks_rows(self, seq: int) -> bool:
-        """Whether a window from the next position would reach rows that are not there."""
-        first, end = self.kv.span(seq)
-        retention = self.drafter.config.retention
-        return first > (0 if retention is None else max(0, end - retention))
-
-    def _begin(self, some: list[_Placed]) -> None:
-        for c in (p.chunk for p in some):
-            prefix = list(c.prefix()) if self.kv.store is not None and c.prefix is not None and c.start else None
-            seq = self._open[c.request] = self._opened(c.start, prefix)
-            self.counters.opened += 1
-            self.counters.restored += self.kv.span(seq)[0] < c.start
-            self.counters.holes += c.start > 0 and self._lacks_rows(seq)
-
-    def _opened(self, start: int, prefix: list[int] | None) -> int:
-        """A new context, at the cost of those that were idle longest (preempted requests, for one)."""
-        while True:
-            try:
-                return self.kv.open(start, prefix)
-            except CapacityError:
-                idle = next((r for r in self._open if r not in self._busy), None)
-                if idle is None:
-                    raise
-                self.counters.evicted += 1
-                self.forget([idle])
 
     def _append(self, some: list[_Placed], taps: Tensor) -> None:
         rows, chunks = _rows(some, taps), [p.chunk for p in some]
@@ -292,7 +186,7 @@ class RequestDrafter:
             tokens = [t for c in chunks for t in c.tokens]
         self.drafter.append(
             self.kv,
-            [self._open[c.request] for c in chunks],
+            [self.contexts[c.request] for c in chunks],
             rows,
             [c.start for c in chunks],
             [c.rows for c in chunks],
@@ -301,7 +195,7 @@ class RequestDrafter:
         )
 
     def _append_live(self, some: list[_Placed], taps: Tensor, live: Live) -> None:
-        seqs, counts = [self._open[p.chunk.request] for p in some], [p.chunk.rows for p in some]
+        seqs, counts = [self.contexts[p.chunk.request] for p in some], [p.chunk.rows for p in some]
         pick = _picker([p.index for p in some], live.starts)
         self.drafter.append(self.kv, seqs, _rows(some, taps), pick(live.starts), counts, pick(live.valid))
 
@@ -313,7 +207,7 @@ class RequestDrafter:
 
         def propose(some: list[int]) -> None:
             chunks = [placed[i].chunk for i in some]
-            seqs = [self._open[c.request] for c in chunks]
+            seqs = [self.contexts[c.request] for c in chunks]
             anchors: Any = [c.anchor for c in chunks]
             starts: Any = [c.start + c.valid for c in chunks]
             temperature: Any = [c.temperature for c in chunks] if sampled else 0.0
@@ -332,29 +226,9 @@ class RequestDrafter:
         return self._joined(len(placed), parts)
 
     def _joined(self, count: int, parts: list[tuple[list[int], Proposal]]) -> Drafts:
-        device, c = self.kv.device, self.drafter.config
-        if len(parts) == 1 and len(parts[0][0]) == count and parts[0][1].q is None:  # the usual step: no copy
-            p = parts[0][1]
+        for _, p in parts:
             self._invalid += (~p.valid).sum()
-            return Drafts(p.tokens.masked_fill(~p.valid[:, None], 0), p.valid, p.candidates, None)
-        tokens = torch.zeros(count, self.k, dtype=torch.int64, device=device)
-        drafted = torch.zeros(count, dtype=torch.bool, device=device)
-        candidates = q = None
-        if c.selector_top_k:
-            candidates = torch.zeros(count, self.k, c.selector_top_k, dtype=torch.int64, device=device)
-        if any(p.q is not None for _, p in parts):
-            q = torch.zeros(count, self.k, c.selector_top_k or c.vocab_size, device=device)
-            q[..., 0] = 1.0
-        for some, p in parts:
-            index = upload(some, device)
-            drafted[index] = p.valid
-            tokens[index] = p.tokens.masked_fill(~p.valid[:, None], 0)
-            if candidates is not None and p.candidates is not None:
-                candidates[index] = p.candidates.masked_fill(~p.valid[:, None, None], 0)
-            if q is not None:
-                q[index] = torch.where(p.valid[:, None, None], _distribution(p, c.vocab_size), q[index])
-            self._invalid += (~p.valid).sum()
-        return Drafts(tokens, drafted, candidates, q)
+        return Drafts.joined(count, self.k, self.drafter.config, self.kv.device, parts)
 
     def _each(
         self, what: str, items: list[T], call: Callable[[list[T]], None], chunk: Callable[[T], Chunk] = _chunk
@@ -392,11 +266,3 @@ def _picker(some: list[int], like: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda t: t
     index = upload(some, like.device)
     return lambda t: t[index]
-
-
-def _distribution(p: Proposal, vocab_size: int) -> Tensor:
-    """``q`` of a proposal, or that of greedy rows."""
-    if p.q is not None:
-        return p.q
-    ids = torch.arange(vocab_size, device=p.tokens.device) if p.candidates is None else p.candidates
-    return (ids == p.tokens.unsqueeze(-1)).float()

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash2.config import DFlash2Config
+from dflash2.positions import upload
+from dflash2.proposal import Proposal
+
 __all__ = ["Chunk", "Drafts", "Live"]
 
 
@@ -69,6 +73,44 @@ class Drafts:
     candidates: Tensor | None
     q: Tensor | None
 
+    @classmethod
+    def joined(
+        cls,
+        count: int,
+        k: int,
+        config: DFlash2Config,
+        device: torch.device,
+        parts: Sequence[tuple[list[int], Proposal]],
+    ) -> Drafts:
+        """Of ``count`` requests, from proposals for some of them each.
+
+        Args:
+            count, k: R and the drafts per request.
+            config: of the drafter.
+            device: of the results.
+            parts: (places in the step, what was proposed for these).
+        """
+        if len(parts) == 1 and len(parts[0][0]) == count and parts[0][1].q is None:  # the usual step: no copy
+            p = parts[0][1]
+            return cls(p.tokens.masked_fill(~p.valid[:, None], 0), p.valid, p.candidates, None)
+        tokens = torch.zeros(count, k, dtype=torch.int64, device=device)
+        drafted = torch.zeros(count, dtype=torch.bool, device=device)
+        candidates = q = None
+        if config.selector_top_k:
+            candidates = torch.zeros(count, k, config.selector_top_k, dtype=torch.int64, device=device)
+        if any(p.q is not None for _, p in parts):
+            q = torch.zeros(count, k, config.selector_top_k or config.vocab_size, device=device)
+            q[..., 0] = 1.0
+        for some, p in parts:
+            index = upload(some, device)
+            drafted[index] = p.valid
+            tokens[index] = p.tokens.masked_fill(~p.valid[:, None], 0)
+            if candidates is not None and p.candidates is not None:
+                candidates[index] = p.candidates.masked_fill(~p.valid[:, None, None], 0)
+            if q is not None:
+                q[index] = torch.where(p.valid[:, None, None], _distribution(p, config.vocab_size), q[index])
+        return cls(tokens, drafted, candidates, q)
+
     def dense_q(self, vocab_size: int) -> Tensor:
         """fp32 ``[R, k, vocab_size]``: the distribution that each token was drawn from, one-hot where it was not drawn.
 
@@ -81,3 +123,11 @@ class Drafts:
         if self.q is None or self.candidates is None:
             return dense.scatter_(-1, self.tokens.unsqueeze(-1), 1.0)
         return dense.scatter_add_(-1, self.candidates, self.q)
+
+
+def _distribution(p: Proposal, vocab_size: int) -> Tensor:
+    """``q`` of a proposal, or that of greedy rows."""
+    if p.q is not None:
+        return p.q
+    ids = torch.arange(vocab_size, device=p.tokens.device) if p.candidates is None else p.candidates
+    return (ids == p.tokens.unsqueeze(-1)).float()

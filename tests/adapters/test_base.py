@@ -142,7 +142,7 @@ def test_without_a_store_the_prefix_is_a_hole():
     firsts = []
 
     def check(r, drafts):
-        firsts.append(under_test.kv.span(under_test._open[r.name])[0])
+        firsts.append(under_test.kv.span(under_test.contexts[r.name])[0])
         assert drafts == from_scratch(made, host, r, 40)
 
     assert run_alone(host, Request("warm", text, 44), check, steps=1) == 40
@@ -265,7 +265,7 @@ def test_steps_without_anything_to_draft():
     assert out.tokens.shape == (0, under_test.k)
     out = under_test.step([chunk("a", 0, 2, anchor=None)], torch.randn(2, 32))
     assert out.drafted.tolist() == [False]
-    assert under_test.kv.span(under_test._open["a"]) == (0, 2)
+    assert under_test.kv.span(under_test.contexts["a"]) == (0, 2)
 
 
 def test_a_gap_without_a_store_keeps_the_older_rows():
@@ -273,7 +273,7 @@ def test_a_gap_without_a_store_keeps_the_older_rows():
     under_test = adapter(drafter(), store=0)
     under_test.step([chunk("a", 0, 4)], torch.randn(4, 32))
     assert under_test.step([chunk("a", 6, 1)], torch.randn(1, 32)).drafted.all()
-    assert under_test.kv.span(under_test._open["a"]) == (0, 7)
+    assert under_test.kv.span(under_test.contexts["a"]) == (0, 7)
 
 
 # -- positions that only the device knows ---------------------------------------------------------------------------

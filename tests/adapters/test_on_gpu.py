@@ -42,10 +42,8 @@ def run(under_test: RequestDrafter, live: bool) -> tuple[dict[tuple[str, int], l
             numbers = [[c.start, c.valid, c.anchor or 0] for c in chunks]
             where = Live(*torch.tensor(numbers, device="cuda").reshape(-1, 3).T.contiguous())
             moved = [c.start >= pool[c.request].prompt or c.valid < c.rows for c in chunks]
-            known = all(
-                m and under_test._open.get(c.request) in under_test._reserved
-                for m, c in zip(moved, chunks, strict=True)
-            )
+            at, reserved = under_test.contexts, under_test.contexts._reserved
+            known = all(moved) and all(c.request in under_test.requests and at[c.request] in reserved for c in chunks)
             chunks = [
                 replace(c, start=c.start + 2, tokens=(), moved=True) if m else c
                 for m, c in zip(moved, chunks, strict=True)
