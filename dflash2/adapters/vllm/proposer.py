@@ -38,6 +38,7 @@ class Proposing:
         self.runner = runner
         self.core: RequestDrafter | None = None
         self.guard = StepGuard()
+        self.live = device.type != "cpu"  # whether reading positions would wait for the device
         self.resumed: set[str] = set()
         self._warm = False
         _follow(runner, self)
@@ -95,10 +96,10 @@ class Proposing:
             )  # M-RoPE: equal for text
             heat = sampling_metadata.temperature if self._enable_probabilistic_draft_probs else None
             where = _where(common_attn_metadata, positions, next_token_ids, num_rejected_tokens_gpu, heat)
-            if target_hidden_states.device.type == "cpu":
-                chunks, live = self._host_chunks(target_token_ids, common_attn_metadata, where), None
-            else:
+            if self.live:
                 chunks, live = self._live_chunks(common_attn_metadata), where
+            else:
+                chunks, live = self._host_chunks(target_token_ids, common_attn_metadata, where), None
             drafts = core.step(chunks, target_hidden_states[: sum(c.rows for c in chunks)], live=live)
             if heat is not None and drafts.q is not None:
                 vocabulary = self.vllm_config.model_config.get_vocab_size()

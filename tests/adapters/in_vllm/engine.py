@@ -11,6 +11,7 @@ from typing import Any
 from dflash2.adapters.chunks import Chunk
 
 K = 3
+CACHE_BYTES = 128 << 20
 SMALL = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 32}
 
 
@@ -40,6 +41,7 @@ class Engine:
         if plugin is not None:
             kw["additional_config"] = {"dflash2": plugin}
         kw = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": False, **SMALL, **kw}
+        kw["kv_cache_memory_bytes"] = CACHE_BYTES  # many engines live at a time in one process
         self.llm = LLM(target, **kw)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core

@@ -15,6 +15,8 @@ import pytest
 from engine import Engine, K, Round, named
 from pairs import WINDOW, Cold, make_pair
 
+from dflash2.testing import cpu_as_device
+
 #: 17 blocks of 32 for 8 requests of up to 200 tokens: some of them have to give up theirs.
 CROWDED = {"num_gpu_blocks_override": 17}
 
@@ -201,3 +203,45 @@ def test_one_request_at_the_longest_length_does_not_disturb_others(tiny_pair, en
     ends = sorted(r.end for r in rounds if named(r.request) == "r2")
     assert max(b - a for a, b in pairwise(ends)) <= K + 1  # no step without drafts
     assert_cold(tiny_pair, {n: [*prompts[n], *t] for n, t in got.items()}, rounds)
+
+
+def test_positions_on_the_device(tiny_pair, engines, monkeypatch):
+    """What the V1 runner does on GPUs, with CPU tensors that count as an accelerator's."""
+    plain, ours = engines(tiny_pair[0], None, **CROWDED), engines(*tiny_pair, max_num_seqs=6, **CROWDED)
+    prompts = conversation(60, seed=2)
+    monkeypatch.setattr(ours.runner.drafter, "live", True)
+    step = ours.drafter.step
+
+    def on_device(*args, **kw):
+        with cpu_as_device():
+            return step(*args, **kw)
+
+    monkeypatch.setattr(ours.drafter, "step", on_device)
+    aborts = {f"r{i}": 1 + i % 9 for i in range(0, 60, 7)}
+    rounds: list[Round] = []
+    monkeypatch.setattr(ours.drafter.drafter, "propose", noting(ours, rounds, ours.drafter.drafter.propose))
+    got = ours.run(prompts, greedy(24), aborts=aborts, arrivals=3)
+    turn = {f"s{i}": [*prompts[f"r{i}"], *got[f"r{i}"], 65, 66, 67] for i in range(1, 5)}
+    more = ours.run(turn, greedy(8))
+    expected = plain.run(prompts | turn, greedy(24))
+    assert all(t == expected[n][: len(t)] for n, t in (got | more).items())
+    assert ours.metric("num_preemptions") > 0
+    counters = ours.drafter.counters
+    assert (counters.failures, ours.drafter.invalid, counters.holes) == ({}, 0, 0)
+    assert counters.restored > 10
+    assert ours.drafter.kv.pages_in_use == 0
+    assert assert_cold(tiny_pair, {n: [*(prompts | turn)[n], *t] for n, t in (got | more).items()}, rounds) > 700
+
+
+def noting(engine: Engine, rounds: list[Round], propose):
+    """``propose`` that also notes what it drafted, for requests whose positions the host has to ask for."""
+
+    def noted(kv, seqs, anchors, starts, *args, **kw):
+        out = propose(kv, seqs, anchors, starts, *args, **kw)
+        names = {seq: request for request, seq in engine.drafter.contexts._open.items()}
+        for i, seq in enumerate(seqs):
+            end, anchor = int(starts[i]), int(anchors[i])
+            rounds.append(Round(names[seq], end, anchor, out.tokens[i].tolist(), end))
+        return out
+
+    return noted

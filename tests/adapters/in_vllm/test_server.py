@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from engine import CACHE_BYTES
 
 from dflash2 import cli
 from dflash2.errors import ConfigError
@@ -27,6 +28,7 @@ def url(tiny_pair, tmp_path_factory):
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_pair[0], "--port", str(port),
         "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--block-size", "32",
         "--max-num-batched-tokens", "256", "--max-num-seqs", "8", "--speculative-config", json.dumps(spec),
+        "--kv-cache-memory-bytes", str(CACHE_BYTES),
     ]  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
