@@ -18,14 +18,14 @@ ROOT = Path(__file__).parents[2]
 
 
 class Tokenizer:
-    """As many tokens as the text is long, those of `reference`."""
+    """As many tokens as each text is long, those of `reference`."""
 
     chat_template = None
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
         from test_generate import prompt
 
-        return {"input_ids": prompt(0, len(text)).tolist()}
+        return {"input_ids": [prompt(0, len(text)).tolist() for text in texts]}
 
 
 def test_report(tmp_path):
