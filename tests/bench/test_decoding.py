@@ -59,7 +59,7 @@ def test_report(tmp_path):
 def test_an_output_that_differs_is_reported(monkeypatch):
     right = list(reference("llama", 0, LENGTH)[:8])
     monkeypatch.setattr(bench, "plain_greedy", lambda *a: [*right[:5], right[5] + 1, *right[6:]])
-    ids = torch.tensor([Tokenizer()("x" * LENGTH)["input_ids"]])
+    ids = torch.tensor([*Tokenizer()(["x" * LENGTH])["input_ids"]])
     found = bench.measure_prompt(target(), drafter(), ids, [["auto"], ["auto", 2]], 8)
     assert {d["index"] for d in (r["difference"] for r in found["runs"].values())} == {5}
 
