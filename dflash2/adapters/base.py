@@ -164,7 +164,10 @@ class RequestDrafter:
                 self.contexts.begin(p.chunk, self.counters, busy)
 
         for p in placed:
-            self._each("place", [p], place)
+            if p.chunk.moved and p.chunk.request not in self.contexts:
+                self.counters.unknown += 1
+            else:
+                self._each("place", [p], place)
         moved = [p for p in stays if p.chunk.moved]
         done = self._each("append", [p for p in stays if not p.chunk.moved], lambda some: self._append(some, taps))
         if live is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from dflash2.adapters.chunks import Chunk
-from dflash2.errors import CapacityError, PositionError
+from dflash2.errors import CapacityError
 from dflash2.prefix_store import TokenChain
 from dflash2.window_kv import WindowKV
 
@@ -26,6 +26,8 @@ class DraftCounters:
         opened: contexts begun; ``restored`` of them with rows of the prefix store, ``holes`` of them not at position 0
             and without all rows that their window reaches.
         evicted: contexts given up for others.
+        unknown: requests that went without drafts, summed over steps, since only the device knows where they are and
+            they hold no context: there was no room when they began, or they lost it.
         failures: by kind of error, requests that went without drafts.
     """
 
@@ -36,6 +38,7 @@ class DraftCounters:
     restored: int = 0
     holes: int = 0
     evicted: int = 0
+    unknown: int = 0
     failures: Counter[str] = field(default_factory=Counter)
 
 
@@ -54,6 +57,9 @@ class RequestContexts:
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(list(self._open))
+
+    def __contains__(self, request: Hashable) -> bool:
+        return request in self._open
 
     def __getitem__(self, request: Hashable) -> int:
         """The sequence of a request that has one."""
@@ -86,8 +92,6 @@ class RequestContexts:
     def ready(self, chunk: Chunk) -> bool:
         """Whether the request's context stands, or can be put, where the chunk begins without losing rows."""
         seq = self._open.get(chunk.request)
-        if seq is None and chunk.moved:
-            raise PositionError("its context was given up, and where it is now only the device knows.")
         if seq is None:
             return False
         self._open.move_to_end(chunk.request)

@@ -14,7 +14,7 @@ from dflash2.adapters.vllm.hooks import engine_version
 from dflash2.adapters.vllm.settings import Settings
 from dflash2.capture import CAPTURED_BATCHES
 from dflash2.drafter import DFlash2Drafter
-from dflash2.errors import ConfigError
+from dflash2.errors import CapacityError, ConfigError
 from dflash2.lm_head import Int8LMHead
 from dflash2.target import misfits
 
@@ -54,17 +54,24 @@ def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int)
     drafter.bind_target(*_tables(target, settings))
     if settings.int8_linears:
         drafter.quantize_linears()
-    core = RequestDrafter(
-        drafter,
-        max_requests=scheduler.max_num_seqs,
-        max_tokens=model.max_model_len + k + 1,
-        num_draft_tokens=k,
-        page_size=settings.page_size,
-        prefix_store_bytes=_store_bytes(vllm_config, settings, drafter),
-    )
+    requests = min(settings.max_requests or scheduler.max_num_seqs, scheduler.max_num_seqs)
+    try:
+        core = RequestDrafter(
+            drafter,
+            max_requests=requests,
+            max_tokens=model.max_model_len + k + 1,
+            num_draft_tokens=k,
+            page_size=settings.page_size,
+            prefix_store_bytes=_store_bytes(vllm_config, settings, drafter, requests),
+        )
+    except CapacityError as e:
+        raise CapacityError(
+            f"dflash2, for {requests} requests at a time: {e} Here that is --max-num-seqs, or max_requests or "
+            "prefix_store_bytes of dflash2 in --additional-config."
+        ) from e
     if device.type == "cuda" and settings.cuda_graphs and not model.enforce_eager:
-        sizes = [n for n in CAPTURED_BATCHES if n < scheduler.max_num_seqs]
-        drafter.capture(core.kv, [*sizes, min(scheduler.max_num_seqs, CAPTURED_BATCHES[-1])], k)
+        sizes = [n for n in CAPTURED_BATCHES if n < requests]
+        drafter.capture(core.kv, [*sizes, min(requests, CAPTURED_BATCHES[-1])], k)
     _announce(core, path, settings.int8_head)
     return core
 
@@ -123,7 +130,7 @@ def _announce(core: RequestDrafter, path: str, int8_head: str) -> None:
     )  # fmt: skip
 
 
-def _store_bytes(vllm_config: Any, settings: Settings, drafter: DFlash2Drafter) -> int:
+def _store_bytes(vllm_config: Any, settings: Settings, drafter: DFlash2Drafter, requests: int) -> int:
     if settings.prefix_store_bytes is not None:
         return settings.prefix_store_bytes
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -131,7 +138,7 @@ def _store_bytes(vllm_config: Any, settings: Settings, drafter: DFlash2Drafter) 
     c = drafter.config
     row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * drafter.norm.weight.element_size()
     pages = c.window_pages(settings.page_size) or -(-vllm_config.model_config.max_model_len // settings.page_size)
-    pool = vllm_config.scheduler_config.max_num_seqs * pages * settings.page_size * row
+    pool = requests * pages * settings.page_size * row
     return min(max(pool, LEAST_STORE_BYTES), MOST_STORE_BYTES)
 
 

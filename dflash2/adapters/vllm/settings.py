@@ -11,6 +11,8 @@ from dflash2.errors import ConfigError
 __all__ = ["Settings"]
 
 HEADS = ("off", "drafts", "shared")
+#: Smallest values of numbers that need not be given.
+LEAST = {"max_requests": 1, "prefix_store_bytes": 0}
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class Settings:
     """``--additional-config '{"dflash2": {"page_size": 16}}'``; an unknown name is an error.
 
     Attributes:
+        max_requests: requests that draft at a time, each with pages for a window; others go without drafts. Default:
+            vLLM's ``max_num_seqs``.
         page_size: rows per page of the drafter's own KV.
         prefix_store_bytes: memory for rows of cached prefixes, so that a request that hits one drafts from its first
             step. Default: as much as the page pool, at least 64 MiB and at most 1 GiB; 0 where prefix caching is off.
@@ -28,6 +32,7 @@ class Settings:
         cuda_graphs: record the drafter's pass as CUDA graphs (unless the engine is told to be eager).
     """
 
+    max_requests: int | None = None
     page_size: int = 16
     prefix_store_bytes: int | None = None
     int8_linears: bool = False
@@ -51,9 +56,11 @@ class Settings:
         made = cls(**given)
         for name, kind in {f.name: type(f.default) for f in fields(cls)}.items():
             value = getattr(made, name)
-            if name == "prefix_store_bytes":
-                if value is not None and (type(value) is not int or value < 0):
-                    raise ConfigError(f"additional_config: dflash2: {name}={value!r}: expected bytes, 0 for no store.")
+            if name in LEAST:
+                if value is not None and (type(value) is not int or value < LEAST[name]):
+                    raise ConfigError(
+                        f"additional_config: dflash2: {name}={value!r}: expected a whole number from {LEAST[name]} on."
+                    )
             elif type(value) is not kind:
                 raise ConfigError(f"additional_config: dflash2: {name}={value!r}: expected {kind.__name__}.")
         if made.int8_head not in HEADS:

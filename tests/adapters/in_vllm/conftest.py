@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and test in one process
-os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over what each engine is told
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 

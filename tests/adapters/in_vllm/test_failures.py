@@ -16,7 +16,7 @@ from test_greedy import conversation, greedy
 
 from dflash2.adapters.vllm import hooks, register
 from dflash2.adapters.vllm.settings import Settings
-from dflash2.errors import ConfigError
+from dflash2.errors import CapacityError, ConfigError
 
 
 @pytest.fixture
@@ -107,6 +107,7 @@ def test_notes_of_an_end_that_raise(ours, expected, monkeypatch):
         ({"page_sise": 16}, "page_sise.*is not known. Known: .*page_size"),
         ({"page_size": "16"}, "page_size='16': expected int"),
         ({"prefix_store_bytes": -1}, "prefix_store_bytes=-1"),
+        ({"max_requests": 0}, "max_requests=0: expected a whole number from 1 on"),
         ({"int8_head": "maybe"}, "int8_head='maybe'"),
         ("yes", "'?yes'? is not known"),
     ],
@@ -177,3 +178,16 @@ def test_versions(monkeypatch, logged, version, warns):
     monkeypatch.setattr(hooks, "engine_version", lambda: version)
     hooks.warn_if_untested()
     assert any("outside the tested range 0.26 to 0.33" in m for m in logged) == warns
+
+
+def test_more_requests_than_draft_at_a_time(tiny_pair, engines, expected):
+    ours = engines(*tiny_pair, plugin={"max_requests": 2})
+    assert ours.run(expected[0], greedy(12)) == expected[1]
+    assert ours.drafter.counters.failures["CapacityError"] > 0
+    assert ours.drafter.counters.rounds > 20
+    assert ours.drafter.kv.pages_in_use == 0
+
+
+def test_memory_that_is_not_there(tiny_pair):
+    with pytest.raises(CapacityError, match="for 8 requests at a time: .*--max-num-seqs, or max_requests"):
+        Engine(*tiny_pair, plugin={"prefix_store_bytes": 1 << 60})
