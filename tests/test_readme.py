@@ -20,8 +20,9 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 SHELL = "\n".join(re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S))
 CHECKPOINT = "smollm2-135m-dflash2"
 RESULTS = ROOT / "dflash2/bench/results"
-#: Goes on with what the block before it made.
+#: Go on with what the block before them made.
 GRAPHS = next(i for i, source in enumerate(BLOCKS) if ".capture(" in source)
+ADAPTER = next(i for i, source in enumerate(BLOCKS) if "custom_generate=" in source)
 
 
 def block(i: int):
@@ -33,12 +34,17 @@ def run(i: int, names: dict):
     exec(compile(BLOCKS[i], f"README.md, Python block {i}", "exec"), names)
 
 
-@pytest.mark.parametrize("i", [block(i) for i in range(len(BLOCKS)) if i != GRAPHS])
+@pytest.mark.parametrize("i", [block(i) for i in range(len(BLOCKS)) if i not in (GRAPHS, ADAPTER)])
 def test_python_blocks_run(i, capsys):
     for name in set(re.findall(r'"([\w.-]+-dflash2)"', BLOCKS[i])):
         if name not in packaged_checkpoints():
             pytest.skip(f"the drafter {name} is not trained yet")
-    run(i, {"__name__": "readme"})
+    names = {"__name__": "readme"}
+    run(i, names)
+    if i + 1 == ADAPTER:
+        run(ADAPTER, names)
+        plain = names["target"].generate(**names["prompt"], max_new_tokens=32, do_sample=False, repetition_penalty=1.1)
+        assert torch.equal(names["ids"], plain)
 
 
 def test_the_block_of_graphs_goes_on(monkeypatch):
