@@ -89,7 +89,12 @@ def self_test(device: torch.device) -> Finding:
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)
-            shape: Any = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+            shape: Any = {
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+            }
             model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=3, vocab_size=320)).to(device).eval()
             # fmt: off
             config = dflash2.DFlash2Config(
