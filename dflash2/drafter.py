@@ -343,6 +343,7 @@ class DFlash2Drafter(DraftNetwork):
             )
 
     def check_propose(self, k: int) -> None:
+        """Raises `ConfigError` unless a target is bound and k drafts are as many as a block has room for."""
         if not self.is_bound:
             raise ConfigError("no target is bound: call drafter.bind_target(embed_weight, lm_head) first.")
         if not is_integer(k) or not 0 <= k <= self.config.max_draft_tokens:
