@@ -238,3 +238,9 @@ def test_version_is_stated_once():
 
     assert dflash2.__version__ == PROJECT["project"]["version"]
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_test_modules_have_names_of_their_own():
+    """pytest imports them by name alone: two of one name are an error, but only when both are collected."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
