@@ -12,7 +12,7 @@ from typing import Any
 import dflash2
 from dflash2.bench import command as bench
 from dflash2.checkpoint_files import DEFAULT_DRAFTER
-from dflash2.command import FAILED, run_command
+from dflash2.command import FAILED, add_place, run_command
 from dflash2.evaluation import command as evaluation
 from dflash2.serving import command as serving
 from dflash2.targets import EMBEDDED_TARGET
@@ -53,14 +53,7 @@ def _at_least_1(text: str) -> int:
 def _pair(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
     parser.add_argument("--target", default=EMBEDDED_TARGET, help=f"the model that decides: {PAIR_HELP}")
     parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help=f"the model that drafts: {PAIR_HELP}")
-    _where(parser, dtype)
-
-
-def _where(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
-    parser.add_argument(
-        "--dtype", default=dtype, help="float32, bfloat16, float16; auto: bfloat16 on GPUs (default: %(default)s)"
-    )
+    add_place(parser, dtype)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "(default: a model card and a module of this package)",
     )  # fmt: skip
     head.add_argument("--max-tokens", type=_at_least_1, default=4096, help="stop after so many (default: %(default)s)")
-    _where(head)
+    add_place(head)
     head.add_argument("--json", action="store_true", help="print only the JSON line")
     head.set_defaults(run=_head_report)
 

@@ -1,13 +1,27 @@
-"""How commands end: an exit code, and one line for what the user can mend."""
+"""What commands share: where they run, and how they end: an exit code, and one line for what the user can mend."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 
-__all__ = ["FAILED", "run_command"]
+__all__ = ["FAILED", "add_place", "run_command"]
 
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
+
+
+def add_place(parser: argparse.ArgumentParser, dtype: str = "auto", auto: str = "bfloat16 on GPUs") -> None:
+    """Give a command ``--device`` and ``--dtype``.
+
+    Args:
+        parser: of the command.
+        dtype: the default.
+        auto: what the dtype auto means.
+    """
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
+    help_ = f"float32, bfloat16, float16; auto: {auto} (default: %(default)s)"
+    parser.add_argument("--dtype", default=dtype, help=help_)
 
 
 def run_command(name: str, run: Callable[[], int | None]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import dflash2
+from dflash2.adapters.vllm import switched_off
 from dflash2.cache_folder import cache_dir
 from dflash2.checkpoint_files import DEFAULT_DRAFTER
 from dflash2.loading import pick_device
@@ -166,7 +167,7 @@ def _adapters() -> list[Finding]:
         elif installed is None:
             state, text = None, f"not installed: pip install 'dflash2[{engine}]'"
         else:
-            off = engine == "vllm" and os.environ.get("DFLASH2_VLLM", "").lower() in ("off", "0", "false")
+            off = engine == "vllm" and switched_off()
             state, text = True, f"{installed}, {'switched off by DFLASH2_VLLM' if off else 'ready'}"
         found.append(Finding(f"adapter {engine}", state, text))
     return found

@@ -17,7 +17,7 @@ from dflash2.positions import integer_ids, is_integer
 from dflash2.target import misfits
 from dflash2.width import AutoWidth, RoundCosts
 
-__all__ = ["Generation", "GenerationStats", "check_pair", "generate", "right_aligned", "round_costs"]
+__all__ = ["Generation", "GenerationStats", "check_pair", "check_streamer", "generate", "right_aligned", "round_costs"]
 
 #: What rounds of each pair cost here, for calls to come.
 _costs: WeakKeyDictionary[DFlash2Drafter, dict[Any, RoundCosts]] = WeakKeyDictionary()
@@ -84,8 +84,7 @@ def generate(
             f"seed={seed} with num_draft_tokens='auto': its widths depend on the clock, so no seed makes sampling "
             "repeatable. Give a number of drafts, or leave the seed out."
         )
-    if streamer is not None and len(input_ids) != 1:
-        raise ValueError(f"a streamer takes one request, input_ids has {len(input_ids)}. Leave it out, or loop.")
+    check_streamer(streamer, len(input_ids))
     check_pair(target, drafter)
     _check_range(target, prompts)
     stops = _stop_ids(target, eos_token_id)
@@ -95,18 +94,14 @@ def generate(
     loop = DecodingLoop(target, drafter, StopIds(stops), max_new_tokens, sampling, k, auto_width, generators, streamer)
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    with torch.inference_mode():  # a pass over one row of a 135M target: 111.4 ms, without it 115.7
-        requests = loop.run(prompts, lengths)
-    if streamer is not None:
-        streamer.end()
-    pad = _pad_id(target, stops)
-    width = max((len(r.produced) for r in requests), default=0)
-    answers = torch.full((len(requests), width), pad, dtype=input_ids.dtype)
-    for r in requests:
-        answers[r.row, : len(r.produced)] = torch.tensor(r.produced, dtype=input_ids.dtype)
-    return Generation(
-        torch.cat((input_ids, answers.to(input_ids.device)), 1), [r.lengths for r in requests], loop.stats
-    )
+    sequences, requests = loop.answer(input_ids, prompts, lengths, _pad_id(target, stops))
+    return Generation(sequences, [r.lengths for r in requests], loop.stats)
+
+
+def check_streamer(streamer: Any, requests: int) -> None:
+    """Refuse a streamer beside several requests."""
+    if streamer is not None and requests != 1:
+        raise ValueError(f"a streamer takes one request, input_ids has {requests}. Leave it out, or loop.")
 
 
 def round_costs(target: Any, drafter: DFlash2Drafter) -> RoundCosts:

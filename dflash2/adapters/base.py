@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
-from typing import Any, TypeVar
+from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ from dflash2.proposal import Proposal
 from dflash2.window_kv import WindowKV
 
 __all__ = ["DraftCounters", "RequestDrafter"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +40,6 @@ class _Placed:
     index: int
     first: int
     end: int
-
-
-def _chunk(placed: Any) -> Chunk:
-    return placed.chunk
 
 
 class RequestDrafter:
@@ -149,7 +143,7 @@ class RequestDrafter:
             `Drafts`. A request that fails on the way has none, and its context is dropped.
         """
         self.counters.steps += 1
-        ends = torch.tensor([c.rows for c in chunks]).cumsum(0).tolist()
+        ends = accumulate(c.rows for c in chunks)
         placed = [_Placed(c, i, end - c.rows, end) for i, (c, end) in enumerate(zip(chunks, ends, strict=True))]
         busy = {c.request for c in chunks}
         stays: list[_Placed] = []
@@ -177,8 +171,8 @@ class RequestDrafter:
             opened = [p for p in same if self._each("open", [p], begin)]
             done += self._each("append", opened, lambda some: self._append(some, taps))
         there = {p.index for p in done}
-        drafting = [i for i, p in enumerate(placed) if i in there and p.chunk.anchor is not None]
-        return self._draft(placed, drafting, generator, live)
+        drafting = [p for p in placed if p.index in there and p.chunk.anchor is not None]
+        return self._draft(len(placed), drafting, generator, live)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -203,39 +197,34 @@ class RequestDrafter:
         self.drafter.append(self.kv, seqs, _rows(some, taps), pick(live.starts), counts, pick(live.valid))
 
     def _draft(
-        self, placed: list[_Placed], rows: list[int], generator: torch.Generator | None, live: Live | None
+        self, count: int, drafting: list[_Placed], generator: torch.Generator | None, live: Live | None
     ) -> Drafts:
         parts: list[tuple[list[int], Proposal]] = []
-        sampled = any(placed[i].chunk.temperature > 0 for i in rows)
+        sampled = any(p.chunk.temperature > 0 for p in drafting)
 
-        def propose(some: list[int]) -> None:
-            chunks = [placed[i].chunk for i in some]
+        def propose(some: list[_Placed]) -> None:
+            chunks, indices = [p.chunk for p in some], [p.index for p in some]
             seqs = [self.contexts[c.request] for c in chunks]
             anchors: Any = [c.anchor for c in chunks]
             starts: Any = [c.start + c.valid for c in chunks]
             temperature: Any = [c.temperature for c in chunks] if sampled else 0.0
             if live is not None:
-                pick = _picker(some, live.starts)
+                pick = _picker(indices, live.starts)
                 anchors, starts = pick(live.anchors), pick(live.starts) + pick(live.valid)
                 temperature = 0.0 if live.temperature is None else pick(live.temperature)
             proposal = self.drafter.propose(
                 self.kv, seqs, anchors, starts, self.k, temperature=temperature, generator=generator
             )
-            parts.append((some, proposal))
+            parts.append((indices, proposal))
 
-        made = self._each("propose", rows, propose, lambda i: placed[i].chunk)
+        made = self._each("propose", drafting, propose)
         self.counters.rounds += len(made)
         self.counters.proposed += len(made) * self.k
-        return self._joined(len(placed), parts)
-
-    def _joined(self, count: int, parts: list[tuple[list[int], Proposal]]) -> Drafts:
-        for _, p in parts:
-            self._invalid += (~p.valid).sum()
+        for _, proposal in parts:
+            self._invalid += (~proposal.valid).sum()
         return Drafts.joined(count, self.k, self.drafter.config, self.kv.device, parts)
 
-    def _each(
-        self, what: str, items: list[T], call: Callable[[list[T]], None], chunk: Callable[[T], Chunk] = _chunk
-    ) -> list[T]:
+    def _each(self, what: str, items: list[_Placed], call: Callable[[list[_Placed]], None]) -> list[_Placed]:
         """``call(items)``; if that fails, one by one: what is wrong with one request costs its own drafts only."""
         if not items:
             return []
@@ -243,9 +232,9 @@ class RequestDrafter:
             call(items)
         except Exception as e:  # noqa: BLE001  whatever it is, an engine does not end because nothing could be drafted
             if len(items) == 1:
-                self._give_up(chunk(items[0]), what, e)
+                self._give_up(items[0].chunk, what, e)
                 return []
-            return [good for item in items for good in self._each(what, [item], call, chunk)]
+            return [good for item in items for good in self._each(what, [item], call)]
         return items
 
     def _give_up(self, chunk: Chunk, what: str, error: Exception) -> None:

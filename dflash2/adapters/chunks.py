@@ -30,6 +30,7 @@ class Chunk:
         temperature: of the drafts; <= 0 is greedy.
         prefix: gives the ids of positions 0 .. start-1; only called when the request begins or jumps, and there is a
             prefix store.
+        moved: only the device knows where the request is now (`Live`); start and valid are what the host last knew.
     """
 
     request: Hashable

@@ -19,7 +19,7 @@ from transformers import AutoModel, GenerationConfig, LogitsProcessorList, Qwen3
 from dflash2.decoding import DecodingLoop, Request
 from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import ConfigError
-from dflash2.generation import check_pair, right_aligned, round_costs
+from dflash2.generation import check_pair, check_streamer, right_aligned, round_costs
 from dflash2.width import AutoWidth
 
 __all__ = ["generate", "register"]
@@ -86,24 +86,15 @@ def generate(
     budget = generation_config.max_length - input_ids.shape[1]
     sampled = bool(generation_config.do_sample)
     heat = generation_config.temperature if sampled and generation_config.temperature else float(sampled)
-    ending = _Criteria(input_ids, stopping_criteria)
     loop = DecodingLoop(
-        model, drafter, ending, budget, (float(sampled), 1.0, 0), k,
+        model, drafter, _Criteria(input_ids, stopping_criteria), budget, (float(sampled), 1.0, 0), k,
         AutoWidth(round_costs(model, drafter)) if auto else None,
         streamer=streamer,
         shape_logits=_Processors(input_ids, logits_processor) if logits_processor else None,
         draft_temperature=heat,
     )  # fmt: skip
-    with torch.inference_mode():
-        requests = loop.run(prompts, lengths)
-    if streamer is not None:
-        streamer.end()
     pad = generation_config._pad_token_tensor
-    width = max(len(r.produced) for r in requests)
-    answers = torch.full((len(requests), width), 0 if pad is None else int(pad), dtype=input_ids.dtype)
-    for r in requests:
-        answers[r.row, : len(r.produced)] = torch.tensor(r.produced, dtype=input_ids.dtype)
-    return torch.cat((input_ids, answers.to(input_ids.device)), 1)
+    return loop.answer(input_ids, prompts, lengths, 0 if pad is None else int(pad))[0]
 
 
 class _Criteria:
@@ -169,8 +160,7 @@ def _check_request(config: GenerationConfig, model_kwargs: dict[str, Any], strea
         raise ConfigError("a cache that already holds tokens: the drafter has not seen them. Give the whole prompt.")
     if unknown := sorted(k for k, v in model_kwargs.items() if k not in PREPARED and v is not None):
         raise ConfigError(f"model arguments {unknown} do not reach the target in decoding with drafts: text only.")
-    if streamer is not None and requests != 1:
-        raise ValueError(f"a streamer takes one request, input_ids has {requests}. Leave it out, or loop.")
+    check_streamer(streamer, requests)
 
 
 class DFlash2DraftModel:

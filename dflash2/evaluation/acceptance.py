@@ -21,7 +21,7 @@ import dflash2
 from dflash2.evaluation.definition import DEFINITION, MIN_PROMPTS, bucket, bucket_name, template_sha256
 from dflash2.int8_linear import has_int8_linears
 from dflash2.lm_head import Int8LMHead
-from dflash2.prompts import prompt_ids
+from dflash2.prompts import all_prompt_ids
 from dflash2.provenance import provenance
 
 __all__ = ["Measurement", "live_report", "measure", "summarise"]
@@ -81,7 +81,7 @@ def measure(
         ConfigError: the drafter does not fit the target, or a prompt has no tokens.
     """
     began = time.perf_counter()
-    encoded = sorted((prompt_ids(tokenizer, p["turns"][0], p.get("system")) for p in prompts), key=len)
+    encoded = sorted(all_prompt_ids(tokenizer, prompts), key=len)
     lengths: list[list[int]] = []
     with tqdm(total=len(encoded), unit="prompt", disable=None) as bar:
         for ids, mask in _batches(encoded, batch_size, target.device):

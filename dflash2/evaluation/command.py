@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash2.checkpoint_files import DEFAULT_DRAFTER
-from dflash2.command import FAILED
+from dflash2.command import FAILED, add_place
 from dflash2.errors import ConfigError
 from dflash2.targets import EMBEDDED_TARGET
 
@@ -44,7 +44,7 @@ def add_commands(commands: Any) -> None:
                        "the packaged one)")  # fmt: skip
     trace.add_argument("--layers", type=int, nargs="+", metavar="L", help="or these decoder layers")
     _decoding(trace)
-    _where(trace, "bfloat16 on GPUs, else float32")
+    add_place(trace, auto="bfloat16 on GPUs, else float32")
     trace.set_defaults(run=_trace)
 
     measure = commands.add_parser(
@@ -68,7 +68,7 @@ def add_commands(commands: Any) -> None:
     int8_head = "pick drafts by an int8 copy of the target's head (the target decides by its own)"
     measure.add_argument("--draft-int8-head", action="store_true", help=int8_head)
     _decoding(measure)
-    _where(measure, "the trace's; for a new one bfloat16 on GPUs, else float32")
+    add_place(measure, auto="the trace's; for a new one bfloat16 on GPUs, else float32")
     measure.set_defaults(run=_eval)
 
 
@@ -99,11 +99,6 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
     given = ["--" + name.replace("_", "-") for name in names if getattr(args, name) not in (None, False, 0)]
     if given:
         raise ConfigError(f"{why}. Leave out {', '.join(given)}.")
-
-
-def _where(parser: argparse.ArgumentParser, auto: str) -> None:
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
-    parser.add_argument("--dtype", default="auto", help=f"float32, bfloat16, float16; auto: {auto}")
 
 
 def _trace(args: argparse.Namespace) -> int:

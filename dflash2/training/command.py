@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from dflash2.command import add_place
 from dflash2.errors import ConfigError
 from dflash2.targets import EMBEDDED_TARGET
 from dflash2.training.config_file import config_yaml, help_text, load_config
@@ -64,10 +65,7 @@ def _add_synth(commands: Any) -> None:
     synth.add_argument(
         "--seed", type=int, default=Defaults.seed, help="of prompts, order and sampling (default: %(default)s)"
     )
-    synth.add_argument(
-        "--device", default=Defaults.device, help="cpu, cuda, cuda:1 ...; auto takes a GPU if there is one"
-    )
-    synth.add_argument("--dtype", default=Defaults.dtype, help="float32, bfloat16, float16; auto: bfloat16 on GPUs")
+    add_place(synth)
     synth.add_argument("--no-graphs", action="store_true", help="launch every kernel from Python")
     synth.set_defaults(run=_synth)
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["register"]
+__all__ = ["register", "switched_off"]
+
+
+def switched_off() -> bool:
+    """Whether ``DFLASH2_VLLM`` says that the engine is to be left alone."""
+    return os.environ.get("DFLASH2_VLLM", "on").lower() in ("off", "0", "false")
 
 
 def register() -> None:
     """What vLLM calls in each of its processes, perhaps more than once. Imports nothing heavy: hooks wait."""
-    switch = os.environ.get("DFLASH2_VLLM", "on").lower()
-    if switch in ("off", "0", "false"):
+    if switched_off():
         return
     from dflash2.adapters.vllm.hooks import install
 

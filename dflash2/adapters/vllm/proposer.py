@@ -91,9 +91,8 @@ class Proposing:
         self._last_draft_probs = None
 
         def step() -> Drafts:
-            positions = (
-                target_positions[0] if target_positions.dim() > 1 else target_positions
-            )  # M-RoPE: equal for text
+            # Those of M-RoPE are equal for text.
+            positions = target_positions[0] if target_positions.dim() > 1 else target_positions
             heat = sampling_metadata.temperature if self._enable_probabilistic_draft_probs else None
             where = _where(common_attn_metadata, positions, next_token_ids, num_rejected_tokens_gpu, heat)
             if self.live:
