@@ -53,6 +53,8 @@ class RequestDrafter:
         page_size: rows per page.
         prefix_store_bytes: budget for rows of prefixes; without it a request whose prefix the engine took from its
             cache drafts from a context that begins there.
+        agree: where several processes draft the same and ask one head together: gives what is true in all of them of
+            what is true here. Called once a step, with as many values as there are chunks.
 
     Raises:
         CapacityError: the memory cannot be had.
@@ -62,6 +64,7 @@ class RequestDrafter:
         kv: the memory; nothing of it is the engine's.
         contexts: which requests hold a part of it.
         counters: `DraftCounters`.
+        votes: calls of ``agree``.
     """
 
     def __init__(
@@ -73,8 +76,9 @@ class RequestDrafter:
         num_draft_tokens: int | None = None,
         page_size: int = 16,
         prefix_store_bytes: int = 0,
+        agree: Callable[[list[bool]], list[bool]] | None = None,
     ):
-        self.drafter = drafter
+        self.drafter, self.agree, self.votes = drafter, agree, 0
         self.k = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
         drafter.check_propose(self.k)
         self.kv: WindowKV = drafter.new_kv(max_requests, max_tokens, page_size, prefix_store_bytes)
@@ -170,11 +174,29 @@ class RequestDrafter:
         for _, same in groupby(begins, key=lambda p: p.chunk.start):
             opened = [p for p in same if self._each("open", [p], begin)]
             done += self._each("append", opened, lambda some: self._append(some, taps))
-        there = {p.index for p in done}
+        there = self._everywhere(placed, {p.index for p in done})
         drafting = [p for p in placed if p.index in there and p.chunk.anchor is not None]
         return self._draft(len(placed), drafting, generator, live)
 
+    def vote(self, here: list[bool]) -> list[bool]:
+        """Which requests of a step can draft in all processes. An engine whose step fails before `step` could say it
+        says so here, for all of its requests: the others wait for it.
+
+        Args:
+            here: for each request, whether it can in this process.
+        """
+        self.votes += 1
+        return here if self.agree is None else self.agree(here)
+
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _everywhere(self, placed: list[_Placed], here: set[int]) -> set[int]:
+        """Places of requests that can draft in all processes. Those that can only here lose their context as well."""
+        agreed = self.vote([p.index in here for p in placed])
+        for p in placed:
+            if p.index in here and not agreed[p.index]:
+                self._give_up(p.chunk, "agree", RuntimeError("another rank could not follow it"))
+        return {p.index for p in placed if agreed[p.index]}
 
     def _append(self, some: list[_Placed], taps: Tensor) -> None:
         rows, chunks = _rows(some, taps), [p.chunk for p in some]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.vllm.hooks import engine_version
+from dflash2.adapters.vllm.ranks import agreement, is_first_rank, sharded_head, whole_table
 from dflash2.adapters.vllm.settings import Settings
 from dflash2.capture import CAPTURED_BATCHES
 from dflash2.drafter import DFlash2Drafter
@@ -18,7 +19,7 @@ from dflash2.errors import CapacityError, ConfigError
 from dflash2.lm_head import Int8LMHead
 from dflash2.target import misfits
 
-__all__ = ["make_core", "target_tables"]
+__all__ = ["make_core", "own_noise", "target_tables"]
 
 _log = logging.getLogger("vllm.dflash2")
 
@@ -41,10 +42,10 @@ def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int)
     """
     settings = Settings.of(vllm_config.additional_config)
     parallel = vllm_config.parallel_config
-    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+    if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
-            "dflash2 drafts on one GPU so far: tensor_parallel_size and pipeline_parallel_size must be 1. "
-            "DFLASH2_VLLM=off uses vLLM's own drafter."
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a drafter reads layers of the target, which "
+            "then lie on different GPUs. Use tensor_parallel_size instead."
         )
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     path = vllm_config.speculative_config.draft_model_config.model
@@ -63,6 +64,7 @@ def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int)
             num_draft_tokens=k,
             page_size=settings.page_size,
             prefix_store_bytes=_store_bytes(vllm_config, settings, drafter, requests),
+            agree=agreement(),
         )
     except CapacityError as e:
         raise CapacityError(
@@ -72,27 +74,41 @@ def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int)
     if device.type == "cuda" and settings.cuda_graphs and not model.enforce_eager:
         sizes = [n for n in CAPTURED_BATCHES if n < requests]
         drafter.capture(core.kv, [*sizes, min(requests, CAPTURED_BATCHES[-1])], k)
-    _announce(core, path, settings.int8_head)
+    if is_first_rank():
+        _announce(core, path, settings.int8_head, parallel.tensor_parallel_size)
     return core
+
+
+def own_noise(vllm_config: Any, device: torch.device) -> torch.Generator:
+    """For drafts alone: the same on every rank, and what vLLM draws for itself is what it draws without a drafter."""
+    return torch.Generator(device).manual_seed(vllm_config.model_config.seed or 0)
 
 
 def _tables(target: nn.Module, settings: Settings) -> tuple[Tensor, Any]:
     embedding, head = target_tables(target)
-    if settings.int8_head == "off":
-        return embedding, head
-    if not isinstance(head, Tensor):
-        raise ConfigError("int8_head: the target's head has a bias. Leave int8_head out.")
-    if settings.int8_head == "shared":
-        if head.data_ptr() == embedding.data_ptr():
+    language = _language_model(target)
+    tied = isinstance(head, Tensor) and head.data_ptr() == embedding.data_ptr()
+    table = whole_table(language.model.embed_tokens, embedding)
+    if settings.int8_head != "off":
+        if not isinstance(head, Tensor):
+            raise ConfigError("int8_head: the target's head has a bias. Leave int8_head out.")
+        if settings.int8_head == "shared" and tied:
             raise ConfigError(
                 'int8_head "shared": the target\'s head is tied to its embedding, which needs the 16-bit weight: it '
                 'cannot be freed. "drafts" makes an int8 copy for the drafter alone.'
             )
-        del head  # or this would be another reader of what is to be freed
-        return embedding, _share_int8(_language_model(target).lm_head)
-    linear = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(head, requires_grad=False)
-    return embedding, Int8LMHead.from_linear(linear)
+        if settings.int8_head == "shared":
+            del head  # or this would be another reader of what is to be freed
+            head = _share_int8(language.lm_head)
+        else:
+            head = _int8_copy(head)
+    return table, sharded_head(language.lm_head, head)
+
+
+def _int8_copy(weight: Tensor) -> Int8LMHead:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return Int8LMHead.from_linear(linear)
 
 
 class _Int8Logits:
@@ -117,16 +133,16 @@ def _share_int8(lm_head: Any) -> Int8LMHead:
     return head
 
 
-def _announce(core: RequestDrafter, path: str, int8_head: str) -> None:
+def _announce(core: RequestDrafter, path: str, int8_head: str, ranks: int) -> None:
     drafter, kv = core.drafter, core.kv
     head = str(drafter.dtype).removeprefix("torch.") if int8_head == "off" else f"int8 ({int8_head})"
     weights = sum(t.untyped_storage().nbytes() for t in (*drafter.parameters(), *drafter.buffers()))
     _log.info(
         "dflash2: drafting %d tokens with %s (%s, windows %s) beside vLLM %s: weights %s bytes, %d pages of %d rows "
-        "and prefix store together %s bytes, kernels %s, graphs %s, head %s",
+        "and prefix store together %s bytes, kernels %s, graphs %s, head %s%s",
         core.k, path, drafter.config.architecture, sorted(set(drafter.config.windows), key=str), engine_version(),
         f"{weights:,}", kv.num_pages, kv.page_size, f"{kv.nbytes:,}", drafter.backend,
-        "on" if kv.captured is not None else "off", head,
+        "on" if kv.captured is not None else "off", head, f", all this on each of {ranks} ranks" if ranks > 1 else "",
     )  # fmt: skip
 
 

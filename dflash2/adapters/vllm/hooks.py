@@ -85,6 +85,7 @@ def _register_architecture(module: Any) -> None:
 
 
 def _take_over(module: Any) -> None:
+    """Making one of vLLM's proposers makes one of ours, a subclass, where the drafter is ours: its type checks hold."""
     theirs = module.DFlashProposer
     if hasattr(theirs, _OURS):
         return
@@ -93,12 +94,10 @@ def _take_over(module: Any) -> None:
     ours = make_proposer(theirs)
 
     def choose(cls: type, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(cls) if _is_ours(vllm_config) else theirs(vllm_config, *args, **kwargs)
+        return object.__new__(ours if cls is theirs and _is_ours(vllm_config) else cls)
 
-    setattr(ours, "__new__", choose)  # noqa: B010  mypy knows no assignment to it
-    setattr(ours, _OURS, True)
-    module.DFlashProposer = ours
-    after_import("vllm.v1.worker.gpu_model_runner", lambda runner: setattr(runner, "DFlashProposer", ours))
+    theirs.__new__ = choose
+    setattr(theirs, _OURS, True)
 
 
 def _take_over_v2(module: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.chunks import Chunk, Drafts, Live
-from dflash2.adapters.vllm.core import make_core
+from dflash2.adapters.vllm.core import make_core, own_noise
 from dflash2.adapters.vllm.guard import StepGuard
 from dflash2.adapters.vllm.hooks import warn_if_untested
 
@@ -38,6 +38,7 @@ class Proposing:
         self.runner = runner
         self.core: RequestDrafter | None = None
         self.guard = StepGuard()
+        self.noise = own_noise(vllm_config, device)
         self.live = device.type != "cpu"  # whether reading positions would wait for the device
         self.resumed: set[str] = set()
         self._warm = False
@@ -45,7 +46,7 @@ class Proposing:
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the drafter and take its memory now, before vLLM measures what is left for its own KV cache."""
-        self.model, self._draft_attn_layer_names = None, set()
+        self._draft_attn_layer_names = set()
         self.core = make_core(self.vllm_config, self.device, target_model, self.num_speculative_tokens)
 
     def initialize_attn_backend(self, kv_cache_config: Any, kernel_block_sizes: Any = None) -> None:
@@ -99,7 +100,7 @@ class Proposing:
                 chunks, live = self._live_chunks(common_attn_metadata), where
             else:
                 chunks, live = self._host_chunks(target_token_ids, common_attn_metadata, where), None
-            drafts = core.step(chunks, target_hidden_states[: sum(c.rows for c in chunks)], live=live)
+            drafts = core.step(chunks, target_hidden_states[: sum(c.rows for c in chunks)], self.noise, live)
             if heat is not None and drafts.q is not None:
                 vocabulary = self.vllm_config.model_config.get_vocab_size()
                 self._last_draft_probs = drafts.dense_q(vocabulary)[:, :num_speculative_tokens].contiguous()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.chunks import Chunk, Drafts, Live
-from dflash2.adapters.vllm.core import make_core
+from dflash2.adapters.vllm.core import make_core, own_noise
 from dflash2.adapters.vllm.guard import StepGuard
 from dflash2.adapters.vllm.hooks import warn_if_untested
 
@@ -35,6 +35,7 @@ class Speculating:
         warn_if_untested()
         self.core: RequestDrafter | None = None
         self.guard = StepGuard()
+        self.noise = own_noise(vllm_config, device)
         self.model = nn.Module()  # vLLM prepares, counts and frees what a drafter's model holds: nothing here
         self.draft_attn_layer_names: set[str] = set()
         self.attn_groups: list[Any] = []
@@ -59,7 +60,7 @@ class Speculating:
         """They were recorded when it was loaded."""
 
     def scheduled(self, scheduler_output: Any, states: Any) -> None:
-        """Hear of requests that end, begin or resume. A preempted one comes back as a new one.
+        """Hear of requests that end, pause or begin. A preempted one comes back as a new one.
 
         Args:
             scheduler_output: of the step to come.
@@ -67,10 +68,11 @@ class Speculating:
         """
         if self.core is None:
             return
-        finished, begun = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
-        for request in finished:
+        begun = scheduler_output.scheduled_new_reqs
+        ended = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
+        for request in ended:  # the runner forgets the tokens of preempted ones too
             self.guard.note(self.core.finish, request, partial(_tokens, states, request))
-        for request in [*finished, *(r.req_id for r in begun)]:
+        for request in [*ended, *(r.req_id for r in begun)]:
             self.guard.note(self.core.forget, [request])
             self._prompts.pop(request, None)
         self._prompts |= {r.req_id: r.prefill_token_ids for r in begun}
@@ -113,7 +115,7 @@ class Speculating:
             )
             rows = int(input_batch.query_start_loc_np[count])
             taps = torch.cat([t[:rows] for t in aux_hidden_states], dim=-1)
-            return core.step(self._chunks(input_batch), taps, live=live)
+            return core.step(self._chunks(input_batch), taps, self.noise, live)
 
         drafts = self.guard.run(step, count, core)
         if self.draft_logits is not None:  # after a failure too: older ones do not belong to the tokens of now

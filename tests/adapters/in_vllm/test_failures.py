@@ -138,12 +138,12 @@ def test_more_drafts_than_the_block_has_room_for(tiny_pair):
         Engine(*tiny_pair, k=9)
 
 
-def test_tensor_parallel_is_refused_with_a_reason():
+def test_pipeline_parallel_is_refused_with_a_reason():
     from dflash2.adapters.vllm.core import make_core
 
-    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)
     config = SimpleNamespace(additional_config={}, parallel_config=parallel)
-    with pytest.raises(ConfigError, match="tensor_parallel_size and pipeline_parallel_size must be 1"):
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2: .*different GPUs.*Use tensor_parallel_size"):
         make_core(config, torch.device("cpu"), torch.nn.Module(), 3)
 
 

@@ -103,9 +103,9 @@ def main(path: str) -> None:
         core = engine.runner.speculator.core
         step = core.step
 
-        def recording(chunks, taps, live=None, **kwargs):
+        def recording(chunks, taps, noise, live):
             with cpu_as_device():
-                out = step(chunks, taps, live=live, **kwargs)
+                out = step(chunks, taps, noise, live)
             for i, c in enumerate(chunks):
                 if c.anchor is not None and bool(out.drafted[i]):
                     key = f"{named(c.request)} {int(live.starts[i] + live.valid[i])} {int(live.anchors[i])}"
