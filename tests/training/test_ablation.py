@@ -11,7 +11,7 @@ from test_train import DRAFTER, trainer
 
 import dflash2
 from dflash2.errors import ConfigError
-from dflash2.training.ablation import compare, main, table
+from dflash2.training.ablation import compare, main, plot, table
 
 V1 = {k: v for k, v in DRAFTER.items() if not k.startswith(("conv", "selector"))} | {"architecture": "DFlashDraftModel"}
 VARIANTS = {
@@ -49,6 +49,18 @@ def test_every_variant_trains_and_loads(toy_llama, shard, tmp_path, name):
     assert drafter.config.architecture == ("DFlashDraftModel" if name == "v1" else "DFlash2DraftModel")
 
 
+def test_a_comparison_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    length = {"value": 2.0, "low": 1.5, "high": 3.0, "gain_percent": 0.0}
+    found = {
+        "runs": {"a": {"acceptance_length": {"all": length}}, "b": {"acceptance_length": {"gsm8k": {"value": 2.5}}}}
+    }
+    curve = [{"tokens": n, "rounds": 1.5, "unary": 1.2} for n in (1e6, 2e6)]
+    plot(found, tmp_path / "bars.png")
+    plot(found, tmp_path / "both.png", curve)
+    assert (tmp_path / "both.png").stat().st_size > (tmp_path / "bars.png").stat().st_size > 1000
+
+
 def test_what_is_frozen_must_be_there(toy_llama, shard, tmp_path):
     with pytest.raises(ConfigError, match="no parameter's name contains 'convs'"):
         trainer(toy_llama, shard, tmp_path, frozen=["convs"])
@@ -61,11 +73,12 @@ def test_runs_are_compared_by_dataset(tmp_path, capsys):
         (folder / "train.json").write_text(json.dumps({"lr": lr, "out": name, "row_tokens": 8, "rows_per_step": 2}))
         line = {"step": 3, "validation": {"rounds": rounds}}
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n" + json.dumps(line) + "\n")
-    report = {"runs": {}, "rows": []}
+    report = {"runs": {}, "rows": [], "provenance": {"device": "cpu"}}
     for name, value in (("a", 2.0), ("b", 2.5)):
         report["runs"][name] = {"drafter": str(tmp_path / name), "block_size": 8}
         row = {"run": name, "group": "dataset", "name": "gsm8k", "metric": "acceptance_length", "low": 1.5, "high": 3.0}
         report["rows"] += [row | {"drafts": 7, "value": value}, row | {"drafts": 3, "value": 1.0}]
+        report["rows"].append(row | {"drafts": 7, "group": "all", "name": "T=0", "value": value - 0.5})
     (tmp_path / "report.json").write_text(json.dumps(report))
     out = tmp_path / "ablation.json"
     main(
@@ -79,13 +92,17 @@ def test_runs_are_compared_by_dataset(tmp_path, capsys):
             str(out),
         ]
     )
+    assert json.loads(out.read_text())["provenance"] == [{"device": "cpu"}]
     found = json.loads(out.read_text())["runs"]
     assert found["b"] == {
         "settings": {"lr": 0.2},
         "curve": [[48, 2.5]],
-        "acceptance_length": {"gsm8k": {"value": 2.5, "low": 1.5, "high": 3.0, "gain_percent": 25.0}},
+        "acceptance_length": {
+            "gsm8k": {"value": 2.5, "low": 1.5, "high": 3.0, "gain_percent": 25.0},
+            "all": {"value": 2.0, "low": 1.5, "high": 3.0, "gain_percent": 33.33},
+        },
     }
-    assert "| b | 2.50 [1.50, 3.00] +25.0 % |" in capsys.readouterr().out
+    assert "| b | 2.00 [1.50, 3.00] +33.3 % | 2.50 [1.50, 3.00] +25.0 % |" in capsys.readouterr().out
     assert "| b | 2.50 +25.0 % |" in table(compare([tmp_path / "a", tmp_path / "b"], []))
     with pytest.raises(ConfigError, match="cannot be read"):
         compare([tmp_path / "c"], [])
