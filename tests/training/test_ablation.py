@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,3 +107,11 @@ def test_runs_are_compared_by_dataset(tmp_path, capsys):
     assert "| b | 2.50 +25.0 % |" in table(compare([tmp_path / "a", tmp_path / "b"], []))
     with pytest.raises(ConfigError, match="cannot be read"):
         compare([tmp_path / "c"], [])
+
+
+def test_the_documented_table_is_the_result_file():
+    root = Path(dflash2.__file__).parents[1]
+    found = json.loads((root / "dflash2/bench/results/ablation-smollm2.json").read_text())
+    documented = (root / "docs/training.md").read_text()
+    for line in table(found).splitlines()[2:]:
+        assert line.partition("| ")[2].partition(" | ")[2] in documented
