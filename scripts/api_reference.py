@@ -1,6 +1,6 @@
 """Write docs/api.md from the docstrings of the public names: ``python scripts/api_reference.py``.
 
-A test holds the file to what this would write (tests/test_docs.py).
+A test holds the file to what this would write (tests/test_docs_pages.py).
 """
 
 from __future__ import annotations
