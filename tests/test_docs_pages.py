@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -71,10 +72,20 @@ def test_commands_parse(line):
     cli._parser().parse_args(words[words.index("dflash2") + 1 :])
 
 
-def test_modules_they_name_exist():
-    for page in PAGES:
-        for module in re.findall(r"python -m ([\w.]+)", page.read_text(encoding="utf-8")):
-            assert importlib.util.find_spec(module), f"{page.name}: {module}"
+def module_commands() -> list[str]:
+    texts = [p.read_text(encoding="utf-8") for p in (*PAGES, ROOT / "README.md")]
+    return sorted({line for text in texts for line in re.findall(r"^python -m (dflash2\.[^#\n]*)", text, re.M)})
+
+
+@pytest.mark.parametrize("line", module_commands())
+def test_modules_know_the_options(line, capsys):
+    module, *words = shlex.split(line)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(module).main(["--help"])
+    known = capsys.readouterr().out
+    assert ended.value.code == 0
+    for option in (w for w in words if w.startswith("--")):
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", known), option
 
 
 def anchors(page: Path) -> set[str]:
