@@ -68,7 +68,7 @@ def target(x: float, y: float) -> list[str]:
     for i in range(6):
         tapped = i in (1, 3, 4)
         top = y + 96 + 22 * i
-        out.append(chip(x + 70, top, 190, f"layer {6 - i}", "tap" if tapped else "box", 18))
+        out.append(chip(x + 70, top, 190, f"layer {5 - i}", "tap" if tapped else "box", 18))
         if tapped:
             out.append(arrow((x + 262, top + 9), (x + 318, top + 9)))
     out += [box(x + 322, y + 112, 128, 82, "tap"), say(x + 386, y + 148, "taps", "mid"),
