@@ -43,9 +43,9 @@ def with_python(page: Path) -> bool:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if with_python(p)], ids=lambda p: p.name)
-def test_python_runs_from_top_to_bottom(page, monkeypatch):
+def test_python_runs_from_top_to_bottom(page, monkeypatch, tmp_path):
     """One session for each page. Blocks marked ``as on a GPU`` take CPU tensors for a device's, and capture nothing."""
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = {"__name__": "page"}
     for i, (comment, source) in enumerate(blocks(page, "python")):
