@@ -84,7 +84,8 @@ class PrefixStore:
                 "prefix_store_bytes."
             ) from e
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()
-        self._children: dict[bytes, set[bytes]] = {}
+        # Not sets: the order in them is another in each process, and all ranks of a model must find the same page.
+        self._children: dict[bytes, dict[bytes, None]] = {}
         self._free = list(range(self.num_pages))
 
     def __len__(self) -> int:
@@ -117,7 +118,7 @@ class PrefixStore:
                 continue
             new.append((place, self._free.pop() if self._free else self._evict()))
             self._pages[digest] = _Page(new[-1][1], chain.parent(page), chain.page_tokens(page))
-            self._children.setdefault(chain.parent(page), set()).add(digest)
+            self._children.setdefault(chain.parent(page), {})[digest] = None
         if new:
             places, indices = upload(list(zip(*new, strict=True)), self.keys.device)
             for store, rows in ((self.keys, keys), (self.values, values)):
@@ -127,7 +128,7 @@ class PrefixStore:
     def _evict(self) -> int:
         digest, page = self._pages.popitem(last=False)
         siblings = self._children[page.parent]
-        siblings.discard(digest)
+        del siblings[digest]
         if not siblings:
             del self._children[page.parent]
         return page.index

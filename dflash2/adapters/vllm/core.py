@@ -47,6 +47,12 @@ def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int)
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a drafter reads layers of the target, which "
             "then lie on different GPUs. Use tensor_parallel_size instead."
         )
+    for name, owner in (
+        ("enable_adaptive_verification", vllm_config.speculative_config),
+        ("watermark_config", vllm_config),
+    ):
+        if getattr(owner, name, None):
+            raise ConfigError(f"{name}: dflash2 does not give vLLM what that needs of drafts. Leave it out.")
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     path = vllm_config.speculative_config.draft_model_config.model
     drafter = DFlash2Drafter.from_pretrained(path, dtype=model.dtype, device=device).requires_grad_(False)

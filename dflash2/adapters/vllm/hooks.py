@@ -63,7 +63,7 @@ def _accept_candidate_heads(module: Any) -> None:
         return
 
     def unsupported(self: Any) -> list[str]:
-        ours = ("DFlash candidate-head drafts", "mixed sliding/full dflash drafts")
+        ours = ("DFlash candidate-head drafts", "mixed sliding/full dflash drafts") if _is_ours(self) else ()
         return [reason for reason in refuse(self) if reason not in ours]
 
     setattr(unsupported, _OURS, True)
@@ -73,7 +73,11 @@ def _accept_candidate_heads(module: Any) -> None:
 def _is_ours(vllm_config: Any) -> bool:
     """Whether the drafter is of a kind that this package loads; vLLM keeps its own classes for others."""
     spec = vllm_config.speculative_config
-    return spec.method == "dflash" and bool(set(ARCHITECTURES) & set(spec.draft_model_config.architectures))
+    return (
+        spec is not None
+        and spec.method == "dflash"
+        and bool(set(ARCHITECTURES) & set(spec.draft_model_config.architectures))
+    )
 
 
 def _register_architecture(module: Any) -> None:

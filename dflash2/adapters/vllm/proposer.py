@@ -185,10 +185,10 @@ def _follow(runner: Any, proposer: Any) -> None:
     def update_states(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         core = proposer.core
         if core is not None:
-            for ended in scheduler_output.finished_req_ids:
+            finished = sorted(scheduler_output.finished_req_ids)  # a set has another order on each rank
+            for ended in finished:
                 proposer.guard.note(core.finish, ended, partial(_tokens, runner, ended))
-            proposer.guard.note(core.forget, list(scheduler_output.finished_req_ids))
-            proposer.guard.note(core.forget, [r.req_id for r in scheduler_output.scheduled_new_reqs])
+            proposer.guard.note(core.forget, [*finished, *(r.req_id for r in scheduler_output.scheduled_new_reqs)])
             proposer.resumed |= set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         return update(scheduler_output, *args, **kwargs)
 

@@ -69,8 +69,9 @@ class Speculating:
         if self.core is None:
             return
         begun = scheduler_output.scheduled_new_reqs
-        ended = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())]
-        for request in ended:  # the runner forgets the tokens of preempted ones too
+        # The runner forgets the tokens of preempted ones too. Sorted: sets have another order on each rank.
+        ended = sorted({*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())})
+        for request in ended:
             self.guard.note(self.core.finish, request, partial(_tokens, states, request))
         for request in [*ended, *(r.req_id for r in begun)]:
             self.guard.note(self.core.forget, [request])
@@ -95,7 +96,10 @@ class Speculating:
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """int64 ``[requests, num_speculative_steps]``; zeros for a request that goes without drafts."""
+        """int64 ``[requests, num_speculative_steps]``; zeros for a request that goes without drafts.
+
+        All of them do where ``num_speculative_tokens`` is given as 0: newer versions say so when nobody would use them.
+        """
         count, core = input_batch.num_reqs, self.core
         assert core is not None
         if dummy_run:
@@ -115,7 +119,9 @@ class Speculating:
             )
             rows = int(input_batch.query_start_loc_np[count])
             taps = torch.cat([t[:rows] for t in aux_hidden_states], dim=-1)
-            return core.step(self._chunks(input_batch), taps, self.noise, live)
+            return core.step(
+                self._chunks(input_batch, kwargs.get("num_speculative_tokens") != 0), taps, self.noise, live
+            )
 
         drafts = self.guard.run(step, count, core)
         if self.draft_logits is not None:  # after a failure too: older ones do not belong to the tokens of now
@@ -135,7 +141,7 @@ class Speculating:
             self._warm = True
             self.core.warm_up(torch.cat(aux_hidden_states, dim=-1))
 
-    def _chunks(self, batch: Any) -> list[Chunk]:
+    def _chunks(self, batch: Any, drafting: bool) -> list[Chunk]:
         """One per request, in the batch's order. While a prompt is computed its position is known here, later not."""
         starts, rows = batch.num_computed_tokens_np.tolist(), batch.num_scheduled_tokens.tolist()
         ends, prefilling = batch.prefill_len_np.tolist(), batch.is_prefilling_np.tolist()
@@ -149,7 +155,7 @@ class Speculating:
                     tokens=prompt[starts[i] : starts[i] + rows[i]] if prefilling[i] else (),
                     rows=rows[i],
                     valid=rows[i],
-                    anchor=None if starts[i] + rows[i] < ends[i] else 0,
+                    anchor=None if starts[i] + rows[i] < ends[i] or not drafting else 0,
                     prefix=partial(_head, prompt, starts[i]),
                     moved=not prefilling[i],
                 )
