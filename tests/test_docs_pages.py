@@ -108,6 +108,14 @@ def test_every_page_is_in_the_index():
         assert page.name == "README.md" or f"({page.name})" in index, page.name
 
 
+def test_identity_is_that_of_the_result_file():
+    report = json.loads((RESULTS / "identity-transformers.json").read_text())
+    answers, same, drafts = (sum(s[k] for s in report["summary"]) for k in ("answers", "same", "ended_by_a_draft"))
+    text = (ROOT / "docs/transformers.md").read_text(encoding="utf-8").replace("\n", " ")
+    words = f"{report['prompts']} prompts, {answers} answers, {same} of them the same, {drafts} ended inside a block by a draft."
+    assert words in text, words
+
+
 def test_distances_from_the_floor_are_those_of_the_result_file():
     cases = json.loads((RESULTS / "nvidia-h200.json").read_text())["cases"]
     over = {c["case"].removeprefix("propose.27b."): f"{c['over_floor']:.2f}" for c in cases}

@@ -182,7 +182,8 @@ def choose(sources: Sequence[str], limit: int) -> list[tuple[str, dict[str, Any]
     return mixed[:limit] if limit else mixed
 
 
-_checker: list[Checker] = []  # of this worker process
+#: Of this worker process, with where it runs: the versions are those that were loaded, whatever changes on disk.
+_worker: list[tuple[Checker, dict[str, str | None]]] = []
 
 
 def _start(args: argparse.Namespace) -> None:
@@ -191,14 +192,15 @@ def _start(args: argparse.Namespace) -> None:
     if args.processes > 1:
         torch.set_num_threads(1)
     pair = load_pair(args.target, args.drafter, args.device, args.dtype)
-    _checker[:] = [Checker(*pair, args.max_new_tokens, args.settings, args.batch_sizes)]
+    checker = Checker(*pair, args.max_new_tokens, args.settings, args.batch_sizes)
+    _worker[:] = [(checker, provenance(checker.drafter.device))]
 
 
 def _work(prompts: Sequence[tuple[str, dict[str, Any]]]) -> tuple[list[dict[str, Any]], dict[str, str | None]]:
-    checker = _checker[0]
+    checker, where = _worker[0]
     ids = all_prompt_ids(checker.tokenizer, [p for _, p in prompts])
     found = checker.check([(name, row) for (name, _), row in zip(prompts, ids, strict=True)])
-    return found, provenance(checker.drafter.device)
+    return found, where
 
 
 def _results(args: argparse.Namespace, parts: Sequence[Any]) -> Iterator[Any]:
@@ -223,7 +225,9 @@ def _run(args: argparse.Namespace) -> int:
     for done, (found, where) in enumerate(_results(args, parts), 1):
         records += found
         report["differences"] += [r for r in found if r["difference"]]
-        report |= {"prompts": len({r["prompt"] for r in records}), "summary": summarise(records), "provenance": where}
+        names = {r["prompt"] for r in records}
+        report |= {"prompts": len(names), "sources": Counter(sorted(n.partition(":")[0] for n in names))}
+        report |= {"summary": summarise(records), "provenance": where}
         print(f"{done} of {len(parts)} parts, {len(records)} answers, {len(report['differences'])} differ", flush=True)
         if args.out is not None:
             args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import transformers
 
 from dflash2.bench import identity
 from dflash2.loading import load_pair
+
+RESULT = Path(__file__).parents[2] / "dflash2/bench/results/identity-transformers.json"
 
 
 @pytest.fixture
@@ -32,6 +35,7 @@ def test_report(pair, prompts, tmp_path, capsys):
     assert identity.main([*argv, "--batch-sizes", "1", "3", "--max-new-tokens", "12"]) == 0
     report = json.loads(out.read_text())
     assert report["prompts"] == 4
+    assert report["sources"] == {"a": 3, "b": 1}
     assert report["differences"] == []
     assert [(s["setting"], s["batch_size"]) for s in report["summary"]] == [
         (name, size) for name in identity.SETTINGS for size in (1, 3)
@@ -92,3 +96,16 @@ def test_cut():
 def test_errors(argv, words, capsys):
     assert identity.main(argv) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_packaged_result():
+    """Every answer is the same or parts at a near-tie, in both batch sizes, with and without a penalty."""
+    report = json.loads(RESULT.read_text())
+    assert report["provenance"]["commit"]
+    assert sum(report["sources"].values()) == report["prompts"] >= 64
+    assert {s["batch_size"] for s in report["summary"]} == {1, 8}
+    assert {s["setting"].partition(",")[0] for s in report["summary"]} == {"greedy", "penalty"}
+    for s in report["summary"]:
+        assert s["same"] + s["near_ties"] == s["answers"] == report["prompts"]
+    assert any(s["ended_by_a_draft"] for s in report["summary"])
+    assert all(identity.near_tie(r["difference"]) for r in report["differences"])
