@@ -1,0 +1,130 @@
+"""Requests in a real engine: its own output, drafts from the whole context, memory that stays at a window."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+from adapters.homogeneity import homogeneity
+from adapters.in_vllm.pairs import WINDOW, Cold
+
+K = 3
+#: 4 requests of up to 190 tokens and one block of slack each do not fit: some have to give up theirs.
+CROWDED = {"max_total_tokens": 420, "max_running_requests": 6}
+GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+
+
+def conversation(count: int, seed: int = 0, name: str = "r") -> dict[str, list[int]]:
+    """Prompts of 20 to 160 tokens, most of which begin as another one does."""
+    rng = random.Random(seed)
+    heads = [[rng.randrange(31) for _ in range(130)] for _ in range(4)]
+    made = {}
+    for i in range(count):
+        head = rng.choice(heads)[: rng.choice((0, 33, 64, 97, 130))]
+        made[f"{name}{i}"] = head + [rng.randrange(31) for _ in range(rng.randrange(20, 31))]
+    return made
+
+
+def assert_cold(pair: tuple[str, str], texts: dict[str, list[int]], rounds: list[Any]) -> int:
+    """Every recorded draft is what a drafter makes that saw the whole context itself; returns how many."""
+    cold, by_name = Cold(*pair, K), defaultdict(dict)
+    for r in rounds:
+        by_name[r.request][r.end] = r
+    checked = 0
+    for name, mine in by_name.items():
+        text = texts[name]
+        known = {end: r for end, r in mine.items() if end < len(text)}
+        assert all(text[end] == r.anchor for end, r in known.items()), name
+        expected = cold.drafts(text, list(known))
+        different = [end for end, r in known.items() if r.drafts != expected[end]]
+        wrong = [end for end in different if tuple(known[end].drafts) not in cold.near_ties(text, end)]
+        assert not wrong, f"{name}: {len(wrong)} of {len(known)} rounds differ, the first at {wrong[0]}"
+        checked += len(known)
+    return checked
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 4])
+def test_50_greedy_requests_with_shared_prefixes(tiny_pair, engines, concurrency):
+    """Token-identical to the engine without a drafter, every draft as from a cold context; the radix cache is on."""
+    plain, ours = engines(tiny_pair[0], None), engines(*tiny_pair)
+    prompts = conversation(50, name=f"c{concurrency}-")
+    expected, got = plain.run(prompts, GREEDY), ours.run(prompts, GREEDY, concurrency)
+    assert got == expected
+    cached = [ours.outputs[n]["meta_info"]["cached_tokens"] for n in prompts]
+    assert sum(c > 0 for c in cached) > 30
+    assert ours.tokens_per_pass(prompts) > 1.01
+    checked = assert_cold(tiny_pair, {n: [*p, *got[n]] for n, p in prompts.items()}, ours.rounds(prompts))
+    assert checked > 700
+    last = ours.steps()[-1]
+    assert (last["failed_steps"], last["invalid"], last["counters"]["holes"]) == (0, 0, 0)
+    assert last["counters"]["restored"] > 20
+
+
+@pytest.mark.parametrize("on_device", ["0", "1"])
+def test_retraction_and_aborts(tiny_pair, engines, on_device):
+    """A pool too small for what is admitted; positions known to the host, or to the device only."""
+    plain = engines(tiny_pair[0], None)
+    ours = engines(*tiny_pair, **CROWDED, variables={"DFLASH2_TEST_LIVE": on_device})
+    prompts = conversation(40, seed=2, name="x")
+    params = GREEDY | {"max_new_tokens": 90}
+    aborts = {f"x{i}": 1 + i % 9 for i in range(0, 40, 7)}
+    expected, got = plain.run(prompts, params), ours.run(prompts, params, concurrency=6, aborts=aborts)
+    for name, tokens in got.items():
+        assert tokens == expected[name][: len(tokens)], name
+        assert len(tokens) == 90 or name in aborts
+    assert sum(ours.outputs[n]["meta_info"]["num_retractions"] for n in prompts if n not in aborts) > 0
+    assert assert_cold(tiny_pair, {n: [*p, *got[n]] for n, p in prompts.items()}, ours.rounds(prompts)) > 1000
+    ours.run(conversation(2, seed=5, name=f"last{on_device}"), GREEDY)
+    steps = ours.steps()
+    assert max(s["pages"] for s in steps) <= 6 * (-(-WINDOW // 16) + 2)
+    last = steps[-1]
+    assert (last["failures"], last["failed_steps"], last["invalid"]) == ({}, 0, 0)
+    assert last["requests"] <= 2
+
+
+def test_a_request_that_fails_goes_without_drafts(tiny_pair, engines):
+    plain = engines(tiny_pair[0], None)
+    ours = engines(*tiny_pair)
+    prompts = conversation(4, seed=4, name="failing")
+    assert ours.run(prompts, GREEDY) == plain.run(prompts, GREEDY)
+    got = {name: len(ours.rounds([name])) for name in prompts}
+    assert got["failing0"] == 0
+    assert all(n > 5 for name, n in got.items() if name != "failing0")
+    assert ours.steps()[-1]["failures"]["ValueError"] >= 5
+
+
+def test_ids_can_be_used_again(tiny_pair, engines):
+    plain, ours = engines(tiny_pair[0], None), engines(*tiny_pair)
+    first, second = (conversation(2, seed=s, name="same") for s in (21, 22))
+    for prompts in (first, second):
+        assert ours.run(prompts, GREEDY) == plain.run(prompts, GREEDY)
+
+
+def test_the_distribution_is_the_engines_own(tiny_pair, engines):
+    """Sampled requests, whole and truncated; greedy ones beside them stay greedy."""
+    plain, ours = engines(tiny_pair[0], None), engines(*tiny_pair)
+    prompt = conversation(1, seed=6)["r0"]
+    for n, options in enumerate(({}, {"top_k": 4}, {"top_p": 0.6, "min_p": 0.05})):
+        params = {"temperature": 0.9, "max_new_tokens": 3, "ignore_eos": True} | options
+        runs = []
+        for engine in (plain, ours):
+            prompts = {f"s{n}-{i}": prompt for i in range(1200)}
+            runs.append([tuple(t) for t in engine.run(prompts, params, concurrency=16).values()])
+        for places in [(0,), (1,), (2,), (1, 2)]:
+            a, b = (Counter(tuple(s[i] for i in places) for s in run) for run in runs)
+            assert homogeneity(a, b) > 1e-3, (options, places)
+    mixed = conversation(12, seed=7, name="m")
+    params = {n: GREEDY if i % 2 else GREEDY | {"temperature": 0.8} for i, n in enumerate(mixed)}
+    got, expected = ours.run(mixed, params), plain.run(mixed, GREEDY)
+    assert all(got[n] == expected[n] for i, n in enumerate(mixed) if i % 2)
+    assert {t > 0 for s in ours.steps() for t in s["temperatures"]} == {True, False}
+
+
+def test_requests_that_cannot_be_exact_are_refused(tiny_pair, engines):
+    ours = engines(*tiny_pair)
+    prompts = conversation(1, seed=8, name="p")
+    with pytest.raises(ValueError, match="frequency_penalty: SGLang does not count"):
+        ours.run(prompts, GREEDY | {"frequency_penalty": 0.5})
+    assert len(ours.run(conversation(1, seed=8, name="q"), GREEDY)["q0"]) == 24
