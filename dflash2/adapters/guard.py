@@ -29,10 +29,13 @@ class StepGuard:
 
     def run(self, step: Callable[[], Drafts], count: int, core: RequestDrafter) -> Drafts:
         """``step()``, or no drafts for any of ``count`` requests."""
+        votes = core.votes
         try:
             return step()
         except Exception:  # noqa: BLE001
             self._failed("a step without drafts")
+            if core.votes == votes:  # other ranks wait to hear what can draft on this one
+                core.vote([False] * count)
             tokens = torch.zeros(count, core.k, dtype=torch.int64, device=core.kv.device)
             return Drafts(tokens, tokens.new_zeros(count, dtype=torch.bool), None, None)
 

@@ -41,24 +41,14 @@ def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int)
         CapacityError: the memory cannot be had.
     """
     settings = Settings.of(vllm_config.additional_config)
-    parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a drafter reads layers of the target, which "
-            "then lie on different GPUs. Use tensor_parallel_size instead."
-        )
-    for name, owner in (
-        ("enable_adaptive_verification", vllm_config.speculative_config),
-        ("watermark_config", vllm_config),
-    ):
-        if getattr(owner, name, None):
-            raise ConfigError(f"{name}: dflash2 does not give vLLM what that needs of drafts. Leave it out.")
+    _refuse(vllm_config)
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     path = vllm_config.speculative_config.draft_model_config.model
     drafter = DFlash2Drafter.from_pretrained(path, dtype=model.dtype, device=device).requires_grad_(False)
     if problems := misfits(drafter.config, model.hf_config):
         raise ConfigError(f"the drafter {path} was not made for this target: {'; '.join(problems)}.")
-    drafter.bind_target(*_tables(target, settings))
+    table, head = _tables(target, settings)
+    drafter.bind_target(table, head)
     if settings.int8_linears:
         drafter.quantize_linears()
     requests = min(settings.max_requests or scheduler.max_num_seqs, scheduler.max_num_seqs)
@@ -81,8 +71,23 @@ def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int)
         sizes = [n for n in CAPTURED_BATCHES if n < requests]
         drafter.capture(core.kv, [*sizes, min(requests, CAPTURED_BATCHES[-1])], k)
     if is_first_rank():
-        _announce(core, path, settings.int8_head, parallel.tensor_parallel_size)
+        _announce(
+            core, path, settings.int8_head, table.nbytes if vllm_config.parallel_config.tensor_parallel_size > 1 else 0
+        )
     return core
+
+
+def _refuse(vllm_config: Any) -> None:
+    """Raises `ConfigError` for what vLLM would let a drafter do and this one does not."""
+    stages, spec = vllm_config.parallel_config.pipeline_parallel_size, vllm_config.speculative_config
+    if stages > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: a drafter reads layers of the target, which then lie on different GPUs. "
+            "Use tensor_parallel_size instead."
+        )
+    for name, owner in (("enable_adaptive_verification", spec), ("watermark_config", vllm_config)):
+        if getattr(owner, name, None):
+            raise ConfigError(f"{name}: dflash2 does not give vLLM what that needs of drafts. Leave it out.")
 
 
 def own_noise(vllm_config: Any, device: torch.device) -> torch.Generator:
@@ -139,7 +144,7 @@ def _share_int8(lm_head: Any) -> Int8LMHead:
     return head
 
 
-def _announce(core: RequestDrafter, path: str, int8_head: str, ranks: int) -> None:
+def _announce(core: RequestDrafter, path: str, int8_head: str, copied: int) -> None:
     drafter, kv = core.drafter, core.kv
     head = str(drafter.dtype).removeprefix("torch.") if int8_head == "off" else f"int8 ({int8_head})"
     weights = sum(t.untyped_storage().nbytes() for t in (*drafter.parameters(), *drafter.buffers()))
@@ -148,7 +153,8 @@ def _announce(core: RequestDrafter, path: str, int8_head: str, ranks: int) -> No
         "and prefix store together %s bytes, kernels %s, graphs %s, head %s%s",
         core.k, path, drafter.config.architecture, sorted(set(drafter.config.windows), key=str), engine_version(),
         f"{weights:,}", kv.num_pages, kv.page_size, f"{kv.nbytes:,}", drafter.backend,
-        "on" if kv.captured is not None else "off", head, f", all this on each of {ranks} ranks" if ranks > 1 else "",
+        "on" if kv.captured is not None else "off", head,
+        f"; all of it on each rank, with the whole embedding: {copied:,} bytes" if copied else "",
     )  # fmt: skip
 
 

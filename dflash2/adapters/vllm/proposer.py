@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.chunks import Chunk, Drafts, Live
+from dflash2.adapters.guard import StepGuard
 from dflash2.adapters.vllm.core import make_core, own_noise
-from dflash2.adapters.vllm.guard import StepGuard
 from dflash2.adapters.vllm.hooks import warn_if_untested
 
 __all__ = ["Proposing", "make_proposer"]
+
+_log = logging.getLogger("vllm.dflash2")
 
 
 class Proposing:
@@ -37,7 +40,7 @@ class Proposing:
         warn_if_untested()
         self.runner = runner
         self.core: RequestDrafter | None = None
-        self.guard = StepGuard()
+        self.guard = StepGuard(_log)
         self.noise = own_noise(vllm_config, device)
         self.live = device.type != "cpu"  # whether reading positions would wait for the device
         self.resumed: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 
 from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.chunks import Chunk, Drafts, Live
+from dflash2.adapters.guard import StepGuard
 from dflash2.adapters.vllm.core import make_core, own_noise
-from dflash2.adapters.vllm.guard import StepGuard
 from dflash2.adapters.vllm.hooks import warn_if_untested
 
 __all__ = ["Speculating", "make_speculator"]
+
+_log = logging.getLogger("vllm.dflash2")
 
 
 class Speculating:
@@ -34,7 +37,7 @@ class Speculating:
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         warn_if_untested()
         self.core: RequestDrafter | None = None
-        self.guard = StepGuard()
+        self.guard = StepGuard(_log)
         self.noise = own_noise(vllm_config, device)
         self.model = nn.Module()  # vLLM prepares, counts and frees what a drafter's model holds: nothing here
         self.draft_attn_layer_names: set[str] = set()

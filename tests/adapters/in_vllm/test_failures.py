@@ -142,7 +142,7 @@ def test_pipeline_parallel_is_refused_with_a_reason():
     from dflash2.adapters.vllm.core import make_core
 
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)
-    config = SimpleNamespace(additional_config={}, parallel_config=parallel)
+    config = SimpleNamespace(additional_config={}, parallel_config=parallel, speculative_config=None)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2: .*different GPUs.*Use tensor_parallel_size"):
         make_core(config, torch.device("cpu"), torch.nn.Module(), 3)
 
