@@ -24,12 +24,16 @@ from dflash2.positions import upload
 from dflash2.proposal import Proposal
 from dflash2.window_kv import WindowKV
 
-__all__ = ["DraftCounters", "RequestDrafter"]
+__all__ = ["DraftCounters", "RanksParted", "RequestDrafter"]
 
 _log = logging.getLogger(__name__)
 
 #: Failures of one kind that are logged; the rest is counted only.
 LOGGED = 5
+
+
+class RanksParted(RuntimeError):
+    """One process failed in a pass that all make together: the target would go on with different drafts in each."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,9 @@ class RequestDrafter:
 
         Returns:
             `Drafts`. A request that fails on the way has none, and its context is dropped.
+
+        Raises:
+            RanksParted: with ``agree``, where a pass failed in this process and perhaps in no other.
         """
         self.counters.steps += 1
         ends = accumulate(c.rows for c in chunks)
@@ -234,9 +241,16 @@ class RequestDrafter:
                 pick = _picker(indices, live.starts)
                 anchors, starts = pick(live.anchors), pick(live.starts) + pick(live.valid)
                 temperature = 0.0 if live.temperature is None else pick(live.temperature)
-            proposal = self.drafter.propose(
-                self.kv, seqs, anchors, starts, self.k, temperature=temperature, generator=generator
-            )
+            try:
+                proposal = self.drafter.propose(
+                    self.kv, seqs, anchors, starts, self.k, temperature=temperature, generator=generator
+                )
+            except ValueError:
+                raise  # found before anything runs, so in all processes
+            except Exception as e:
+                if self.agree is None:
+                    raise
+                raise RanksParted(f"drafting failed on this rank: {type(e).__name__}: {e}") from e
             parts.append((indices, proposal))
 
         made = self._each("propose", drafting, propose)
@@ -252,6 +266,8 @@ class RequestDrafter:
             return []
         try:
             call(items)
+        except RanksParted:
+            raise
         except Exception as e:  # noqa: BLE001  whatever it is, an engine does not end because nothing could be drafted
             if len(items) == 1:
                 self._give_up(items[0].chunk, what, e)
