@@ -48,7 +48,12 @@ MUST_NOT_KNOW = {
     "dflash2.verification": ("dflash2.drafter", "dflash2.window_kv"),
     "dflash2.window_kv": ("dflash2.model", "dflash2.drafter"),
 }
-SHARED_BY_ADAPTERS = ("dflash2.adapters.base", "dflash2.adapters.chunks", "dflash2.adapters.contexts")
+SHARED_BY_ADAPTERS = (
+    "dflash2.adapters.base",
+    "dflash2.adapters.chunks",
+    "dflash2.adapters.contexts",
+    "dflash2.adapters.guard",
+)
 # Loaded by those who use them: at the top of a module only in these parts.
 HEAVY = {
     "transformers": ("dflash2.adapters.transformers",),
