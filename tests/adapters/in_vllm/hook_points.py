@@ -6,9 +6,13 @@ Usage: python hook_points.py FOLDER, where FOLDER holds ``vllm/``: prints what i
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from functools import cache
 from pathlib import Path
+
+from dflash2.adapters.vllm.proposer import Proposing
+from dflash2.adapters.vllm.speculator import Speculating
 
 V1, V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
 BASE, SPECULATOR = "v1/spec_decode/llm_base_proposer.py", "v1/worker/gpu/spec_decode/speculator.py"
@@ -81,14 +85,12 @@ NAMES = {
     (PARALLEL, "VocabParallelEmbeddingShardIndices"): "num_org_elements num_org_elements_padded",
 }
 
-#: (file, call): how often at least, positional arguments, and keywords that must be among what the plug-in takes.
+#: (file, call): numbers of positional arguments that the plug-in's function in its place takes.
 CALLS = {
-    (V1, "DFlashProposer"): 3,
-    (V1, "self.drafter.load_model"): 1,
-    (V1, "self._update_states"): 1,
+    (V1, "DFlashProposer"): (3,),
+    (V1, "self._update_states"): (1,),
     (V2, "init_speculator"): (2, 3),
-    (V2, "self.finish_requests"): 1,
-    (V2, "self.speculator.propose"): (0, 11),
+    (V2, "self.finish_requests"): (1,),
 }
 
 
@@ -97,6 +99,7 @@ def missing(root: Path) -> list[str]:
     found = [_parameters(root, *where, names.split()) for where, names in PARAMETERS.items()]
     found += [_names(root, *where, names.split()) for where, names in NAMES.items()]
     found += [_calls(root, *where, counts) for where, counts in CALLS.items()]
+    found += [_bound(root, V1, "drafter", Proposing), _bound(root, V2, "speculator", Speculating)]
     return [problem for some in [*found, _abstract(root), _used_of_speculators(root)] for problem in some]
 
 
@@ -114,17 +117,33 @@ def _names(root: Path, file: str, name: str, expected: list[str]) -> list[str]:
     return [f"{file}: {name} has no {n}" for n in sorted(set(expected) - _known(root / file, name))]
 
 
-def _calls(root: Path, file: str, call: str, counts: int | tuple[int, ...]) -> list[str]:
-    made = [n for n in ast.walk(_tree(root / file)) if isinstance(n, ast.Call) and ast.unparse(n.func) == call]
-    allowed = counts if isinstance(counts, tuple) else (counts,)
+def _calls(root: Path, file: str, call: str, allowed: tuple[int, ...]) -> list[str]:
+    made = _made(root / file, call)
     wrong = [len(c.args) for c in made if len(c.args) not in allowed]
     return [f"{file}: {call} is called with {wrong} positional arguments"] if wrong or not made else []
 
 
+def _made(file: Path, call: str) -> list[ast.Call]:
+    return [n for n in ast.walk(_tree(file)) if isinstance(n, ast.Call) and ast.unparse(n.func) == call]
+
+
+def _bound(root: Path, file: str, name: str, ours: type) -> list[str]:
+    """Calls of the runner that do not fit the methods of ours; drafters of other kinds have another ``propose``."""
+    wrong = []
+    for method, function in vars(ours).items():
+        for call in _made(root / file, f"self.{name}.{method}"):
+            given = {k.arg: None for k in call.keywords if k.arg is not None}
+            if method == "propose" and name == "drafter" and "next_token_ids" not in given:
+                continue
+            try:
+                inspect.signature(function).bind(None, *[None] * len(call.args), **given)
+            except TypeError as e:
+                wrong.append(f"{file}: self.{name}.{method}: {e}")
+    return wrong
+
+
 def _abstract(root: Path) -> list[str]:
     """Methods that a speculator must have, and neither vLLM's base nor ours has."""
-    from dflash2.adapters.vllm.speculator import Speculating
-
     classes = [_definition(root / SPECULATOR, n) for n in ("BaseSpeculator", "DraftModelSpeculator")]
     abstract = {
         f.name
@@ -137,8 +156,6 @@ def _abstract(root: Path) -> list[str]:
 
 def _used_of_speculators(root: Path) -> list[str]:
     """Attributes of a speculator that the runner uses, and neither vLLM's base nor ours has."""
-    from dflash2.adapters.vllm.speculator import Speculating
-
     used = {
         n.attr
         for n in ast.walk(_tree(root / V2))

@@ -35,6 +35,7 @@ def test_hook_points_of_the_installed_version():
             "def load_model(self, model",
             "SpecDecodeBaseProposer.load_model takes",
         ),
+        (V1, "mm_embed_inputs=mm_embed_inputs", "mm_inputs=mm_embed_inputs", "self.drafter.propose: got an unexpected"),
         (V1, "self.discard_request_mask", "self.discard_mask", "GPUModelRunner has no discard_request_mask"),
     ],
 )
