@@ -43,6 +43,7 @@ class ScriptedEngine:
         vocab: of the tokens.
         block: tokens per block of the prefix cache; 0 for no cache.
         chunk: most rows of a prompt per step.
+        share_answers: whether what a request says can be hit by others before it ends; vLLM lets them, SGLang does not.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class ScriptedEngine:
         vocab: int,
         block: int = 4,
         chunk: int = 5,
+        share_answers: bool = True,
     ):
-        self.run_drafter, self.block, self.chunk = step, block, chunk
+        self.run_drafter, self.block, self.chunk, self.share_answers = step, block, chunk, share_answers
         mix = torch.Generator().manual_seed(11)
         self.table = torch.randn(vocab, taps_width, generator=mix)
         self.turn = torch.linspace(-1, 1, taps_width)
@@ -114,7 +116,8 @@ class ScriptedEngine:
             if start + valid == r.known and r.known < len(r.text):
                 r.known += 1
         r.computed = start + valid
-        for end in range(self.block, r.computed + 1, self.block) if self.block else ():
+        shared = r.computed if self.share_answers else min(r.computed, r.prompt)
+        for end in range(self.block, shared + 1, self.block) if self.block else ():
             self.cached.add(tuple(r.text[:end]))
         real = self.taps(r.text[: r.computed])[start:]
         noise = torch.full((len(rows) - valid, real.shape[1]), float("nan"))

@@ -9,8 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from adapters.scripted import Request, ScriptedEngine, texts
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import FULL, SLIDING, tiny_config
 
 from dflash2 import DFlash2Drafter
@@ -54,53 +52,6 @@ def from_scratch(made: DFlash2Drafter, host: ScriptedEngine, r: Request, first: 
     rows = host.taps(r.text[: r.computed])[first:]
     made.append(kv, [seq], rows, [first], [len(rows)])
     return made.propose(kv, [seq], [r.text[r.computed]], [r.computed]).tokens[0].tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-def test_any_course_of_events_drafts_as_a_cold_request_would(kind, data):
-    """Hits, chunks, preemption, aborts and reused ids in any order; the prefix store covers every hit."""
-    made = drafter(kind)
-    under_test = adapter(made)
-    host = engine(under_test, chunk=data.draw(st.integers(1, 9), "chunk"))
-    pool = [
-        Request(f"r{i % 5}", t, max(1, len(t) - 6))
-        for i, t in enumerate(texts(data.draw(st.integers(0, 99), "texts"), 9, V - 1, 12, 20))
-    ]
-    waiting, running = list(pool), []
-
-    def check(r: Request, drafts: list[int]) -> None:
-        assert drafts == from_scratch(made, host, r), (r.name, r.computed)
-
-    for _ in range(60):
-        while waiting and len(running) < 4 and data.draw(st.booleans(), "admit"):
-            taken = {x.name for x in running} | {x.name for x in waiting if x.known}
-            new = next((r for r in waiting if r.known or r.name not in taken), None)
-            if new is None:
-                break
-            waiting.remove(new)
-            if not new.known:
-                under_test.forget([new.name])  # an id that may have named another request
-            host.admit(new)
-            running.append(new)
-        host.step(running, check)
-        for r in [r for r in running if r.done]:
-            running.remove(r)
-            under_test.forget([r.name])
-        if running and data.draw(st.integers(0, 5), "event") == 0:
-            r = running.pop(data.draw(st.integers(0, len(running) - 1), "who"))
-            if data.draw(st.booleans(), "abort"):
-                under_test.forget([r.name])
-            else:
-                host.preempt(r)
-                waiting.append(r)
-        if not waiting and not running:
-            break
-    under_test.retain([])
-    assert under_test.kv.pages_in_use == 0
-    assert not under_test.counters.failures
-    assert under_test.invalid == 0
 
 
 def run_alone(host: ScriptedEngine, r: Request, check=None, steps: int = 40) -> int:

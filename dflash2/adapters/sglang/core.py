@@ -26,9 +26,7 @@ _log = logging.getLogger("sglang.dflash2")
 LEAST_STORE_BYTES, MOST_STORE_BYTES = 64 << 20, 1 << 30
 
 
-def make_core(
-    path: str, runner: Any, k: int, running_requests: int, radix_cache: bool, graphs: bool
-) -> RequestDrafter:
+def make_core(path: str, runner: Any, k: int, running_requests: int, radix_cache: bool, graphs: bool) -> RequestDrafter:
     """Load the drafter, share the target's tables, take all memory, and log one line.
 
     Args:
@@ -79,6 +77,12 @@ def _check_pair(path: str, drafter: DFlash2Drafter, model: Any) -> None:
     last = model.hf_config.get_text_config().num_hidden_layers - 1
     if last in drafter.config.target_layer_ids:
         problems.append(f"target_layer_ids: SGLang does not hand out the output of the last layer, {last}")
+    kinds = set(getattr(model.hf_config.get_text_config(), "layer_types", None) or ())
+    kinds -= {"full_attention", "sliding_attention"}
+    if kinds:
+        problems.append(
+            f"layers of kind {', '.join(sorted(kinds))} keep state that rejected drafts cannot be taken out of"
+        )
     if problems:
         raise ConfigError(f"the drafter {path} cannot serve this target: {'; '.join(problems)}.")
 

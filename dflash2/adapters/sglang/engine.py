@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["decide", "decided", "install_checks", "keep_out_of_pools", "make_worker", "next_input", "prefill", "result", "verify"]
+__all__ = [
+    "decide",
+    "decided",
+    "install_checks",
+    "keep_out_of_pools",
+    "make_worker",
+    "next_input",
+    "prefill",
+    "result",
+    "verify",
+]
 
 REFUSED = ("frequency_penalty", 0.0), ("presence_penalty", 0.0), ("repetition_penalty", 1.0), ("min_new_tokens", 0)
 
@@ -50,7 +60,7 @@ def install_checks() -> None:
     HookRegistry.apply_hooks()
 
 
-def check_request(_theirs: Any, request: Any, enable_overlap: bool, *_: Any, **__: Any) -> str | None:
+def check_request(_theirs: Any, request: Any, *_: Any, **__: Any) -> str | None:
     """Why a request cannot be served, or None."""
     p = request.sampling_params
     asked = [name for name, off in REFUSED if getattr(p, name, off) not in (off, None)]
@@ -58,8 +68,8 @@ def check_request(_theirs: Any, request: Any, enable_overlap: bool, *_: Any, **_
         return f"DFLASH2: {', '.join(asked)}: SGLang does not count a request's output while it decodes with drafts."
     if request.return_logprob:
         return "DFLASH2 does not return log-probabilities."
-    if request.return_hidden_states and enable_overlap:
-        return "DFLASH2 returns hidden states only with --disable-overlap-schedule."
+    if request.return_hidden_states:
+        return "DFLASH2 does not return hidden states: they are the drafter's."
     return None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dflash2
+from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.chunks import Chunk, Drafts, Live
 from dflash2.adapters.guard import StepGuard
 from dflash2.adapters.sglang import engine
@@ -23,6 +24,9 @@ __all__ = ["Drafting"]
 
 _log = logging.getLogger("sglang.dflash2")
 
+#: Bounds of the rows that are rehearsed.
+LEAST_ROWS, MOST_ROWS = 512, 8192
+
 
 class Drafting:
     """Goes before ``BaseSpecWorker`` of ``sglang.srt.speculative.base_spec_worker``: see `engine.make_worker`.
@@ -31,31 +35,44 @@ class Drafting:
     SGLang's pools. Rejected drafts leave rows behind in these that the next step overwrites; SGLang reserves them.
     """
 
-    req_to_token_pool: Any
+    places: Tensor
 
     def __init__(self, server_args: Any, target_worker: Any, **_: Any):
         super().__init__()
         runner, args = target_worker.model_runner, engine.decided(server_args)
-        self._target_worker, self.server_args = target_worker, server_args
-        self.speculative_num_draft_tokens = args.speculative_num_draft_tokens
+        self.server_args = server_args
         engine.keep_out_of_pools(runner)
-        self.core = make_core(
+        core = make_core(
             args.speculative_draft_model_path,
             runner,
-            self.speculative_num_draft_tokens - 1,
+            args.speculative_num_draft_tokens - 1,
             args.max_running_requests,
             radix_cache=not args.disable_radix_cache,
-            graphs=runner.device != "cpu" and not getattr(server_args, "disable_cuda_graph", False),
+            graphs=not args.disable_cuda_graph,
         )
+        self._begin(core, target_worker, live=not args.disable_overlap_schedule, seed=args.random_seed or 0)
+        if core.kv.device.type == "cuda":
+            self._rehearse(min(max(args.chunked_prefill_size or 0, LEAST_ROWS), MOST_ROWS))
+
+    def _begin(self, core: RequestDrafter, target_worker: Any, live: bool, seed: int) -> None:
+        """``live``: steps are prepared before the host knows what the last one did."""
+        self.core, self._target_worker, self.live = core, target_worker, live
+        self.speculative_num_draft_tokens = core.k + 1
         self.guard = StepGuard(_log)
         self.log = RequestLog(
-            lambda *end: self.guard.note(self.core.finish, *end), lambda r: self.guard.note(self.core.forget, [r])
+            lambda *end: self.guard.note(core.finish, *end), lambda rid: self.guard.note(core.forget, [rid])
         )
-        #: Whether steps are prepared before the host knows what the last one did.
-        self.live = not args.disable_overlap_schedule
-        self.sampled_drafts = self.core.drafter.config.selector_top_k > 0
-        self.noise = torch.Generator(self.core.kv.device).manual_seed(args.random_seed or 0)
+        self.sampled_drafts = core.drafter.config.selector_top_k > 0
+        self.noise = torch.Generator(core.kv.device).manual_seed(seed)
         self.slots: DraftSlots | None = None
+
+    @torch.inference_mode()
+    def _rehearse(self, rows: int) -> None:
+        """A long prompt's step: kernels are compiled, and what it takes is seen when SGLang measures what is left."""
+        c = self.core.drafter.config
+        width = len(c.target_layer_ids) * c.hidden_size
+        taps = torch.zeros(rows, width, dtype=self.core.drafter.dtype, device=self.core.kv.device)
+        self.guard.note(self.core.warm_up, taps)
 
     @property
     def draft_worker(self) -> None:
@@ -71,8 +88,9 @@ class Drafting:
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """SGLang's pools are there."""
         super().alloc_memory_pool(*args, **kwargs)  # type: ignore[misc]
-        self.req_to_token_pool, _ = self._target_worker.get_memory_pool()
-        self.slots = DraftSlots(self.core, len(self.req_to_token_pool.req_to_token))
+        pool, _ = self._target_worker.get_memory_pool()
+        self.places = pool.req_to_token
+        self.slots = DraftSlots(self.core, len(self.places))
 
     def clear_cache_pool(self) -> None:
         """SGLang's cache was flushed."""
@@ -129,10 +147,12 @@ class Drafting:
     def _decode(self, batch: Any, publish: Callable[[Tensor], None], grammar_barrier: Any) -> Any:
         assert self.slots is not None
         info, lengths, width = batch.sampling_info, batch.seq_lens.long(), self.speculative_num_draft_tokens
+        if lengths.is_cuda:  # with overlapped scheduling they come from another stream
+            batch.seq_lens.record_stream(torch.cuda.current_stream())
         proposal = self.slots.take(batch.req_pool_indices, sampled=not info.is_all_greedy)
         blocks = torch.cat((batch.spec_info.bonus_tokens.view(-1, 1).long(), proposal.tokens), 1)
         positions = lengths[:, None] + torch.arange(width, device=lengths.device)
-        places = self.req_to_token_pool.req_to_token[batch.req_pool_indices.long()[:, None], positions].long()
+        places = self.places[batch.req_pool_indices.long()[:, None], positions].long()
         out = engine.verify(self._target_worker, batch, blocks, positions, places)
         logits, taps = out.logits_output.next_token_logits, out.logits_output.hidden_states
         engine.adjust(logits, batch, blocks, grammar_barrier)
@@ -143,11 +163,16 @@ class Drafting:
         decision = dflash2.verify(proposal, rows, 0.0 if heat is None else heat, generator=self.noise)
         kept, anchors = decision.accepted + 1, decision.next_token
         publish(lengths + kept)
-        tokens = torch.cat((proposal.tokens, anchors[:, None]), 1).scatter(1, decision.accepted[:, None], anchors[:, None])
+        tokens = torch.cat((proposal.tokens, anchors[:, None]), 1).scatter(
+            1, decision.accepted[:, None], anchors[:, None]
+        )
 
         def step() -> Drafts:
             return self._step(
-                self._decode_chunks(batch, blocks, lengths, kept, anchors), taps, Live(lengths, kept, anchors, heat), batch
+                self._decode_chunks(batch, blocks, lengths, kept, anchors),
+                taps,
+                Live(lengths, kept, anchors, heat),
+                batch,
             )
 
         self._keep(batch, step)

@@ -12,7 +12,7 @@ from adapters.in_vllm.pairs import WINDOW, Cold
 
 K = 3
 #: 4 requests of up to 190 tokens and one block of slack each do not fit: some have to give up theirs.
-CROWDED = {"max_total_tokens": 420, "max_running_requests": 6}
+CROWDED = {"max_total_tokens": 420, "max_running_requests": 6, "schedule_conservativeness": 0.05}
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 
 
