@@ -32,8 +32,11 @@ _log = logging.getLogger(__name__)
 LOGGED = 5
 
 
-class RanksParted(RuntimeError):
-    """One process failed in a pass that all make together: the target would go on with different drafts in each."""
+class RanksParted(SystemExit):
+    """One process failed in a pass that all make together: the target would go on with different drafts in each.
+
+    No error that an engine catches: the others wait in the pass, and it must see that this process is gone.
+    """
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,7 @@ class RequestDrafter:
             except Exception as e:
                 if self.agree is None:
                     raise
+                _log.critical("drafting failed on this rank and perhaps on no other: this process ends", exc_info=e)
                 raise RanksParted(f"drafting failed on this rank: {type(e).__name__}: {e}") from e
             parts.append((indices, proposal))
 
@@ -266,8 +270,6 @@ class RequestDrafter:
             return []
         try:
             call(items)
-        except RanksParted:
-            raise
         except Exception as e:  # noqa: BLE001  whatever it is, an engine does not end because nothing could be drafted
             if len(items) == 1:
                 self._give_up(items[0].chunk, what, e)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dflash2.adapters.base import LOGGED, RanksParted, RequestDrafter
+from dflash2.adapters.base import LOGGED, RequestDrafter
 from dflash2.adapters.chunks import Drafts
 
 __all__ = ["StepGuard"]
@@ -16,8 +16,6 @@ __all__ = ["StepGuard"]
 
 class StepGuard:
     """Runs what an adapter does in a step; whatever it raises is counted, logged a few times, and goes no further.
-
-    Only `RanksParted` does.
 
     Args:
         log: the engine's, so that it is seen.
@@ -34,8 +32,6 @@ class StepGuard:
         votes = core.votes
         try:
             return step()
-        except RanksParted:
-            raise
         except Exception:  # noqa: BLE001
             self._failed("a step without drafts")
             if core.votes == votes:  # other ranks wait to hear what can draft on this one
@@ -47,8 +43,6 @@ class StepGuard:
         """``call(*args)``, for events that concern the drafter only."""
         try:
             call(*args)
-        except RanksParted:
-            raise
         except Exception:  # noqa: BLE001
             self._failed("an event of a request was lost")
 

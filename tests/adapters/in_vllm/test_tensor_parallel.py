@@ -40,6 +40,14 @@ def recorded(worker) -> tuple[list[tuple], dict]:
     return rounds, {**counters, "failed_steps": proposer.guard.failed_steps}
 
 
+def break_the_pass(worker) -> None:
+    def propose(*args, **kwargs):
+        raise RuntimeError("out of memory, say")
+
+    if worker.rank == 1:
+        worker.model_runner.drafter.core.drafter.propose = propose
+
+
 @pytest.fixture(scope="module")
 def two(tiny_pair) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as m:
@@ -106,3 +114,10 @@ def test_what_one_rank_cannot_follow_no_rank_drafts_for(two, prompts):
     assert counters == other
     assert counters["failures"]["RuntimeError"] > 1
     assert (counters["failed_steps"], counters["pages_in_use"]) == (0, 0)
+
+
+def test_a_rank_that_fails_in_the_pass_ends_the_engine(two, prompts):
+    """The others wait for it in the head, and would take its next message for an answer. Comes last."""
+    two.llm.collective_rpc(break_the_pass)
+    with pytest.raises(Exception, match=r"cancelled|died|EngineCore|[Ww]orker"):
+        two.run({"r0": prompts["r0"]}, greedy(4))
