@@ -1,4 +1,4 @@
-"""What requests of any engine go through: every layer's drafts are those of a drafter that saw the whole context itself."""
+"""What requests of any engine go through: drafts are those of a drafter that saw the whole context itself."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ def register_algorithm() -> None:
 
 
 def _worker(_server_args: Any) -> type:
-    from dflash2.adapters.sglang.engine import install_checks, make_worker
+    from dflash2.adapters.sglang.engine import install_hooks, make_worker
     from dflash2.adapters.sglang.versions import warn_if_untested
 
     warn_if_untested()
-    install_checks()
+    install_hooks()
     return make_worker()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = [
     "decide",
     "decided",
-    "install_checks",
+    "install_hooks",
     "keep_out_of_pools",
     "make_worker",
     "next_input",
@@ -51,16 +51,20 @@ def make_worker() -> type:
     return type("DFlash2Worker", (Drafting, BaseSpecWorker), {})
 
 
-def install_checks() -> None:
-    """Requests that cannot be served exactly are refused, each with its reason; others are not touched."""
+def install_hooks() -> None:
+    """In a scheduler of this algorithm: requests that cannot be served exactly are refused, and no pool is looked for."""
+    from sglang.srt.mem_cache import kv_cache_builder
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
-    HookRegistry.register(target, check_request, HookType.AROUND)
+    HookRegistry.register(target, check_request, HookType.REPLACE)
+    if hasattr(kv_cache_builder, "get_draft_kv_pool"):  # later versions ask the worker
+        target = "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
+        HookRegistry.register(target, lambda *args, **kwargs: None, HookType.REPLACE)
     HookRegistry.apply_hooks()
 
 
-def check_request(_theirs: Any, request: Any, *_: Any, **__: Any) -> str | None:
+def check_request(request: Any, *_: Any, **__: Any) -> str | None:
     """Why a request cannot be served, or None."""
     p = request.sampling_params
     asked = [name for name, off in REFUSED if getattr(p, name, off) not in (off, None)]
@@ -134,7 +138,7 @@ def verify(target_worker: Any, batch: Any, blocks: Tensor, positions: Tensor, sl
 
 
 def _complete_for_torch_native(target_worker: Any, forward: Any, width: int) -> None:
-    """The backend ``torch_native`` runs any pass of several rows as an extension, and a verify pass lacks its fields."""
+    """The backend ``torch_native`` runs any pass of several rows as an extension; a verify pass lacks its fields."""
     if type(target_worker.model_runner.attn_backend).__name__ != "TorchNativeAttnBackend":
         return
     forward.extend_prefix_lens = forward.seq_lens

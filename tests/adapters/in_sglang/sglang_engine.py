@@ -1,4 +1,4 @@
-"""A real SGLang engine on the CPU, its scheduler in a process of its own, and what its drafter was told and answered."""
+"""A real SGLang engine on the CPU, and what its drafter was told and answered."""
 
 from __future__ import annotations
 
