@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(PY) -m pytest -n $(JOBS) 
 # Half the logical cores: two that share a physical one decode no faster than one (10.1 tok/s with 1 thread, 9.4 with 2).
 DEMO_THREADS := $(or $(OMP_NUM_THREADS),$(shell echo $$((($(CORES) + 1) / 2))))
 
-.PHONY: help setup setup-demo setup-test demo test lint types test-interpreter test-code test-vllm test-fast format docs clean
+.PHONY: help setup setup-demo setup-test demo test lint types test-interpreter test-code test-vllm test-sglang test-fast format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +27,7 @@ setup-test:
 demo: setup-demo ## draft for a real model and show that the output is the model's own
 	@OMP_NUM_THREADS=$(DEMO_THREADS) $(PY) -m dflash2 demo
 
-test: lint types test-interpreter test-code test-vllm ## everything: lint, types, kernels, tests, wheel, notebooks, vLLM
+test: lint types test-interpreter test-code test-vllm test-sglang ## everything: lint, types, kernels, tests, engines
 
 lint: setup-test ## ruff: rules and format
 	$(PY) -m ruff check .
@@ -48,6 +48,10 @@ test-vllm: ## tests in real vLLM engines on the CPU, in an environment of their 
 	scripts/setup_vllm.sh
 	OMP_NUM_THREADS=1 $(or $(DFLASH2_VLLM_PYTHON),.venv-vllm/bin/python) -m pytest tests/adapters/in_vllm
 
+test-sglang: ## tests in real SGLang engines on the CPU, in an environment of their own (.venv-sglang, 3 GB)
+	scripts/setup_sglang.sh
+	OMP_NUM_THREADS=1 $(or $(DFLASH2_SGLANG_PYTHON),.venv-sglang/bin/python) -m pytest tests/adapters/in_sglang
+
 test-fast: setup-test ## the tests that take seconds
 	$(PYTEST) -m "not slow"
 
@@ -60,5 +64,5 @@ docs: setup-test ## write the API reference and the picture of docs/ again
 	$(PY) scripts/draw_concepts.py
 
 clean: ## remove .venv, caches and builds
-	rm -rf .venv .venv.lock .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv.lock .venv-vllm .venv-sglang build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

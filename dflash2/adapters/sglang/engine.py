@@ -52,7 +52,7 @@ def make_worker() -> type:
 
 
 def install_hooks() -> None:
-    """In a scheduler of this algorithm: requests that cannot be served exactly are refused, and no pool is looked for."""
+    """In a scheduler with this algorithm: requests that cannot be served exactly are refused, no pool is looked for."""
     from sglang.srt.mem_cache import kv_cache_builder
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -18,6 +18,7 @@ SMALL = {
     "grammar_backend": "none", "disable_cuda_graph": True, "disable_overlap_schedule": True,
     "skip_tokenizer_init": True, "mem_fraction_static": 0.2, "max_running_requests": 4, "max_total_tokens": 4096,
     "context_length": 1024, "chunked_prefill_size": 64, "schedule_policy": "lpm", "log_level": "warning",
+    "sleep_on_idle": True,
 }  # fmt: skip
 
 

@@ -12,17 +12,31 @@ FAILING = "failing0"
 
 
 def install(path: str) -> None:
-    """``path``: the file. ``DFLASH2_TEST_LIVE=1`` has positions on the device, with CPU tensors that count as such."""
+    """``path``: the file. ``DFLASH2_TEST_OVERLAP=1`` has the schedule overlap, as it does on GPUs."""
+    if os.environ.get("DFLASH2_TEST_OVERLAP") == "1":
+        after_import("dflash2.adapters.sglang.arguments", _let_overlap)
     after_import("dflash2.adapters.sglang.worker", lambda module: _follow(module.Drafting, path))
+
+
+def _let_overlap(module) -> None:
+    """CPU tensors count as an accelerator's; what SGLang does to streams has no meaning for them."""
+    import torch
+
+    resolve = module.resolve
+
+    def overlapping(args):
+        return {name: value for name, value in resolve(args).items() if name != "disable_overlap_schedule"}
+
+    module.resolve = overlapping
+    torch.Tensor.record_stream = lambda tensor, stream: None
 
 
 def _follow(drafting: type, path: str) -> None:
     step, begin = drafting._step, drafting.__init__
-    on_device = os.environ.get("DFLASH2_TEST_LIVE") == "1"
+    on_device = os.environ.get("DFLASH2_TEST_OVERLAP") == "1"
 
     def begun(self, *args, **kwargs):
         begin(self, *args, **kwargs)
-        self.live |= on_device
         append = self.core._append
 
         def checked(some, taps):
