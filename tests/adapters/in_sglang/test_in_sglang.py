@@ -15,7 +15,7 @@ import dflash2
 from dflash2.checkpoint_files import DEFAULT_DRAFTER, find
 from dflash2.prompts import load_prompts, prompt_ids
 
-K = 3
+K, PAGE = 3, 16
 #: 4 requests of up to 190 tokens and one block of slack each do not fit: some have to give up theirs.
 CROWDED = {"max_total_tokens": 420, "max_running_requests": 6, "schedule_conservativeness": 0.05}
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
@@ -50,6 +50,13 @@ def assert_cold(pair: tuple[str, str], texts: dict[str, list[int]], rounds: list
     return checked
 
 
+def lacks_rows(steps: list[dict], r: Any) -> bool:
+    """Whether a round may see fewer rows than a cold one: after a retraction a request begins where the radix cache
+    ends, which may be inside a page whose other rows came on the device, and only whole pages are stored."""
+    begins = [c[1] for s in steps for c in s["chunks"] if c[0] == r.request and c[2] != K + 1 and c[1] % PAGE]
+    return any(start <= r.end < start + WINDOW + K for start in begins[1:])
+
+
 def test_50_greedy_requests_with_shared_prefixes(tiny_pair, engines):
     """Token-identical to the engine without a drafter, every draft as from a cold context; the radix cache is on."""
     plain, ours = engines(tiny_pair[0], None), engines(*tiny_pair)
@@ -80,7 +87,8 @@ def test_overlapped_schedule_retraction_and_aborts(tiny_pair, engines):
         assert tokens == expected[name][: len(tokens)], name
         assert len(tokens) == 60 or name in aborts
     assert sum(ours.outputs[n]["meta_info"]["num_retractions"] for n in prompts if n not in aborts) > 0
-    assert assert_cold(tiny_pair, {n: [*p, *got[n]] for n, p in prompts.items()}, ours.rounds(prompts)) > 1000
+    whole = [r for r in ours.rounds(prompts) if not lacks_rows(ours.steps(), r)]
+    assert assert_cold(tiny_pair, {n: [*p, *got[n]] for n, p in prompts.items()}, whole) > 700
     ours.run(conversation(2, seed=5, name="last"), GREEDY)
     steps = ours.steps()
     assert max(s["pages"] for s in steps) <= 6 * (-(-WINDOW // 16) + 2)
@@ -129,9 +137,10 @@ def test_the_distribution_is_the_engines_own(tiny_pair, engines):
 
 def test_requests_that_cannot_be_exact_are_refused(tiny_pair, engines):
     ours = engines(*tiny_pair)
-    prompts = conversation(1, seed=8, name="p")
-    with pytest.raises(ValueError, match="frequency_penalty: SGLang does not count"):
-        ours.run(prompts, GREEDY | {"frequency_penalty": 0.5})
+    ours.run(conversation(1, seed=8, name="p"), GREEDY | {"frequency_penalty": 0.5})
+    reason = ours.outputs["p0"]["meta_info"]["finish_reason"]
+    assert reason["type"] == "abort"
+    assert "frequency_penalty: SGLang does not count" in reason["message"]
     assert len(ours.run(conversation(1, seed=8, name="q"), GREEDY)["q0"]) == 24
 
 
