@@ -152,7 +152,9 @@ class Drafting:
         proposal = self.slots.take(batch.req_pool_indices, sampled=not info.is_all_greedy)
         blocks = torch.cat((batch.spec_info.bonus_tokens.view(-1, 1).long(), proposal.tokens), 1)
         positions = lengths[:, None] + torch.arange(width, device=lengths.device)
-        places = self.places[batch.req_pool_indices.long()[:, None], positions].long()
+        # A request that ended in the step before may be run once more, beyond the longest length.
+        columns = positions.clamp_max(self.places.shape[1] - 1)
+        places = self.places[batch.req_pool_indices.long()[:, None], columns].long()
         out = engine.verify(self._target_worker, batch, blocks, positions, places)
         logits, taps = out.logits_output.next_token_logits, out.logits_output.hidden_states
         engine.adjust(logits, batch, blocks, grammar_barrier)
@@ -168,12 +170,8 @@ class Drafting:
         )
 
         def step() -> Drafts:
-            return self._step(
-                self._decode_chunks(batch, blocks, lengths, kept, anchors),
-                taps,
-                Live(lengths, kept, anchors, heat),
-                batch,
-            )
+            chunks = self._decode_chunks(batch, blocks, lengths, kept, anchors)
+            return self._step(chunks, taps, Live(lengths, kept, anchors), batch)
 
         self._keep(batch, step)
         out.logits_output.hidden_states = None
