@@ -13,7 +13,6 @@ import triton.language as tl
 from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
 
 DEFAULTS = {"tile": 64, "programs_per_sm": 1, "max_splits": 16, "num_warps": 4, "num_stages": 2}
-# One stage is no candidate: on an H200 (Triton 3.6.0) it reads illegal addresses inside of a round; why is not known.
 CANDIDATES = [
     {"tile": tile, "programs_per_sm": programs, "max_splits": splits, "num_warps": 4, "num_stages": stages}
     for tile, stages in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3))
@@ -22,6 +21,11 @@ CANDIDATES = [
 
 # Of one program.
 _MOST_QUERIES = 64
+# The block's own rows at a time: one step of a matrix product, not more. The assembler of Triton 3.6 (ptxas 12.8.93)
+# takes the second and later steps' addresses in shared memory from registers that only the loop over the context has
+# written: a program without context read anything there, or outside of it (an illegal access on an H200). With one stage
+# it does the same to the loop itself, so that is no candidate above.
+_OWN_ROWS = 16
 # Of one program that adds up.
 _LANES = 8
 # Without a GPU (the interpreter): as many multiprocessors as make small shapes split.
@@ -83,10 +87,10 @@ def _add_tile(q, keys, values, visible, top, total, acc, SCALE: tl.constexpr, PR
 
 @triton.jit
 def _block_tile(
-    k_ptr, v_ptr, k_stride, v_stride, n, row, window, in_head, inside, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+    k_ptr, v_ptr, k_stride, v_stride, n, row, window, in_head, inside, first, CAUSAL: tl.constexpr, OWN: tl.constexpr
 ):  # fmt: skip
-    """The block's own keys and values, and which of them each query sees."""
-    key = tl.arange(0, BLOCK)[:, None]
+    """Some of the block's own keys and values, and which of them each query sees."""
+    key = first + tl.arange(0, OWN)[:, None]
     mask = (key < n) & inside
     keys = tl.load(k_ptr + key * k_stride + in_head, mask=mask, other=0.0)
     values = tl.load(v_ptr + key * v_stride + in_head, mask=mask, other=0.0)
@@ -144,8 +148,8 @@ def _window_attention_kernel(
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, rows_ptr, out_ptr, partial_ptr,
     n, length, window, first, split_rows, pool_rows, q_stride, k_stride, v_stride, keys_stride, values_stride,
     CAUSAL: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, PREFETCH: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     unit, split = tl.program_id(0), tl.program_id(1)
     query_tiles = tl.cdiv(n * GROUP, QUERIES)
@@ -191,10 +195,11 @@ def _window_attention_kernel(
         top, total, acc = _add_tile(q, keys, values, visible, top, total, acc, SCALE, PRECISION)
     if split == PARTS - 1:
         own_k, own_v = k_ptr + request * n * k_stride, v_ptr + request * n * v_stride
-        keys, values, visible = _block_tile(
-            own_k, own_v, k_stride, v_stride, n, row, window, in_head, inside, CAUSAL, BLOCK
-        )
-        top, total, acc = _add_tile(q, keys, values, visible, top, total, acc, SCALE, PRECISION)
+        for own in tl.static_range(0, BLOCK, OWN):
+            keys, values, visible = _block_tile(
+                own_k, own_v, k_stride, v_stride, n, row, window, in_head, inside, own, CAUSAL, OWN
+            )
+            top, total, acc = _add_tile(q, keys, values, visible, top, total, acc, SCALE, PRECISION)
 
     if PARTS == 1:
         out_ptr += request * n * KV_HEADS * GROUP * HEAD_DIM
@@ -272,7 +277,7 @@ def window_attention(
             _NO_WINDOW if window is None else min(window, _NO_WINDOW), length - reach,
             triton.cdiv(tiles, splits) * tile, keys.shape[0],
             q.stride(0), k.stride(0), v.stride(0), keys.stride(0), values.stride(0),
-            CAUSAL=causal, BLOCK=max(16 if exact else 64, triton.next_power_of_2(n)), TILE=tile,
+            CAUSAL=causal, BLOCK=triton.cdiv(n, _OWN_ROWS) * _OWN_ROWS, OWN=_OWN_ROWS, TILE=tile,
             SCALE=head_dim**-0.5 * 1.4426950408889634,  # log2(e): the hardware has powers of two
             PRECISION="ieee" if exact else "tf32",  # the latter says nothing about 16-bit operands
             PREFETCH=_PREFETCHED // tile * tile, LINES=_power_below(max(1, head_dim * q.element_size() // 128)),

@@ -241,8 +241,9 @@ def test_kernel_reads_strided_arguments(kernel_device):
     check_kernel(w)
 
 
-def large(requests, n=8, length=2047, dtype=torch.bfloat16, starts=None):
-    """Production shapes, ragged by default: heads 32 of 8 x 128, pages of 16, a fifth of the rows missing."""
+def large(requests, n=8, length=2047, dtype=torch.bfloat16, starts=None, heads=(32, 8, 128)):
+    """Production shapes, ragged by default: heads, key heads, their width; pages of 16, a fifth of the rows missing."""
+    heads, kv_heads, dim = heads
     generator = torch.Generator().manual_seed(requests)
     ring_pages = -(-(length + 1) // 16) + 2
     pages = torch.randperm(requests * ring_pages, generator=generator).view(requests, ring_pages)
@@ -250,14 +251,14 @@ def large(requests, n=8, length=2047, dtype=torch.bfloat16, starts=None):
         starts = [(1 + r) * 977 % (2 * length) for r in range(requests)]
     starts = torch.tensor(starts)
     tags = torch.full(((requests * ring_pages + 1) * 16,), -1)
-    keys, values = torch.full((2, len(tags), 8, 128), float("nan"), dtype=dtype)
+    keys, values = torch.full((2, len(tags), kv_heads, dim), float("nan"), dtype=dtype)
     for r in range(requests):
         p = torch.arange(max(0, int(starts[r]) - length), int(starts[r]))
         p = p[torch.rand(len(p), generator=generator) < 0.8]
         at = pages[r, p // 16 % ring_pages] * 16 + p % 16
         tags[at] = p
-        keys[at], values[at] = torch.randn(2, len(p), 8, 128, generator=generator).to(dtype)
-    q, k, v = (torch.randn(requests, n, h, 128, generator=generator).to(dtype) for h in (32, 8, 8))
+        keys[at], values[at] = torch.randn(2, len(p), kv_heads, dim, generator=generator).to(dtype)
+    q, k, v = (torch.randn(requests, n, h, dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads))
     tensors = [x.cuda() for x in (q, k, v, keys, values)]
     context = PagedContext(*(x.cuda() for x in (tags, pages, torch.arange(requests), starts)), 16, length)
     return tensors, context
@@ -277,6 +278,21 @@ def test_kernel_at_production_shapes(requests, n, length, window, causal, dtype)
     fresh = replace(context)
     actual = window_attention(*tensors, fresh, window=window, causal=causal, backend="triton")
     assert fresh.rows().tolist() == context.rows().tolist()
+    assert_kernel_close(actual, reference, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "heads", [(9, 3, 64), (16, 8, 64), (64, 8, 128), (20, 4, 128), (8, 4, 256), (32, 8, 80)], ids=str
+)
+@pytest.mark.parametrize("n", [1, 8, 16, 24])
+@pytest.mark.parametrize("requests", [1, 2, 4, 8, 16, 64])
+def test_kernel_at_other_heads(requests, n, heads):
+    """The shipped drafter's come first: of their kernels some read outside of shared memory (`_OWN_ROWS`)."""
+    tensors, context = large(requests, n, 511, heads=heads)
+    exact = window_attention(*(x.double() for x in tensors), context, window=512, causal=False, backend="torch")
+    reference = window_attention(*tensors, context, window=512, causal=False, backend="torch")
+    actual = window_attention(*tensors, replace(context), window=512, causal=False, backend="triton")
     assert_kernel_close(actual, reference, exact)
 
 
