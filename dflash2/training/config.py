@@ -73,6 +73,7 @@ class TrainConfig:
         tensorboard: write scalars for TensorBoard, too, to the folder tensorboard in out.
         log_seconds: a line of metrics that often; 0 for every step.
         eval_seconds: an evaluation by replay that often (and at the end); 0 for the end only.
+        eval_steps: the same by steps, so that learning curves have the same points on any machine; 0 for none.
         save_seconds: weights and resume state that often (and at the end); 0 for the end only.
         save_steps: the same by steps; 0 for none.
         val_permille: share of prompts held out, in thousandths.
@@ -120,6 +121,7 @@ class TrainConfig:
     tensorboard: bool = False
     log_seconds: float = 20.0
     eval_seconds: float = 180.0
+    eval_steps: int = 0
     save_seconds: float = 180.0
     save_steps: int = 0
     val_permille: int = 10

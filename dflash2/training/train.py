@@ -34,7 +34,7 @@ __all__ = ["Trainer", "train"]
 
 #: Settings that may change between a run and its continuation: they do not change what a step computes.
 FREE = {"out", "target", "device", "sharding", "fast", "tensorboard", "init_from", "pause_seconds", "val_documents"}
-FREE |= {"log_seconds", "eval_seconds", "save_seconds", "save_steps"}
+FREE |= {"log_seconds", "eval_seconds", "eval_steps", "save_seconds", "save_steps"}
 #: Packed rows that initial scales are measured on.
 SAMPLE_ROWS = 4
 
@@ -158,11 +158,10 @@ class Trainer:
                 unheard = False
                 self._log(loss, norm, lr, (self.step_count - first) / max(self.seconds - logged, 1e-9))
                 logged, first = self.seconds, self.step_count
-            by_steps = c.save_steps and self.step_count % c.save_steps == 0
-            if by_steps or (c.save_seconds and self.seconds - saved >= c.save_seconds):
+            if self._due(saved, c.save_seconds, c.save_steps):
                 self.save()
                 saved = self.seconds
-            if c.eval_seconds and self.seconds - evaluated >= c.eval_seconds:
+            if self.progress < 1 and self._due(evaluated, c.eval_seconds, c.eval_steps):
                 self.evaluate()
                 evaluated = self.seconds
             # Saving and evaluating count as part of the run: borrowed machines end by the clock.
@@ -173,6 +172,11 @@ class Trainer:
         result = self.evaluate() if self.progress >= 1 else None
         self.close()
         return result
+
+    def _due(self, last: float, seconds: float, steps: int) -> bool:
+        """Whether something that happens every so many seconds, and steps, is due; 0 is never."""
+        by_clock = seconds and self.seconds - last >= seconds
+        return bool(by_clock or (steps and self.step_count % steps == 0))
 
     def _begin(self) -> None:
         if not self.processes.is_first:

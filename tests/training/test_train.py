@@ -258,6 +258,12 @@ def test_bf16_and_metrics(toy_llama, shard, tmp_path):
     assert np.isfinite(lines[-1]["validation"]["rounds"])
 
 
+def test_evaluations_by_steps_have_the_same_points_on_any_machine(toy_llama, shard, tmp_path):
+    trainer(toy_llama, shard, tmp_path, val_permille=300, max_steps=6, eval_steps=2).run()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines if "validation" in x] == [2, 4, 6]
+
+
 def test_settings_are_checked(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("target: t\nshards: [a.npz]\nout: o\nmax_steps: 5\n")
