@@ -55,6 +55,8 @@ def _algorithm_class() -> type:
 
         def __getattr__(self, name: str) -> Any:
             """What the base class lacks is as for the kind."""
+            if name.startswith("__"):  # how it is copied, for one, is its own
+                raise AttributeError(name)
             return getattr(SpeculativeAlgorithm.DFLASH, name)
 
     return DFlash2Algorithm

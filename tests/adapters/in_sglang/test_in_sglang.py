@@ -163,3 +163,20 @@ def test_acceptance_is_that_of_the_stand_alone_loop(engines):
         lengths += out.acceptance_lengths[0]
     assert ours.tokens_per_pass(prompts) > 1.8
     assert abs(ours.tokens_per_pass(prompts) / (sum(lengths) / len(lengths)) - 1) < 0.03
+
+
+def test_the_algorithm_is_registered_once_and_answers_like_one_of_sglangs():
+    import copy
+
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from dflash2.adapters.sglang import register
+
+    register()
+    register()
+    ours = SpeculativeAlgorithm.from_string("dflash2")
+    assert ours.is_dflash_family()
+    assert not ours.is_dflash()
+    assert ours.is_speculative()
+    assert not ours.need_topk()
+    assert type(copy.deepcopy(ours)) is type(ours)
