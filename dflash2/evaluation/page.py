@@ -11,7 +11,7 @@ from dflash2.evaluation.svg import Bar, Line, Point, bars, lines
 
 __all__ = ["page"]
 
-#: Of runs, on light and on dark; the first four told apart by most colour-blind readers too. They repeat after the last.
+#: Of runs, on light and on dark; most colour-blind readers tell the first four apart. They repeat after the last.
 COLORS = (
     ("#1f6fd6", "#6aa9ff"), ("#d9730d", "#ffa94d"), ("#2b8a3e", "#69db7c"), ("#b0308f", "#f783d0"),
     ("#0b8f98", "#4fd6de"), ("#8a6d1a", "#e0c341"), ("#5f3dc4", "#b197fc"), ("#c92a2a", "#ff8787"),
