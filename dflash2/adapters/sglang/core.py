@@ -10,20 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash2.adapters.base import RequestDrafter
+from dflash2.adapters.opening import announcement, open_core
 from dflash2.adapters.sglang.settings import VARIABLE, Settings
 from dflash2.adapters.sglang.versions import engine_version
-from dflash2.capture import CAPTURED_BATCHES
 from dflash2.drafter import DFlash2Drafter
-from dflash2.errors import CapacityError, ConfigError
+from dflash2.errors import ConfigError
 from dflash2.lm_head import Int8LMHead
 from dflash2.target import misfits
 
 __all__ = ["make_core", "target_tables"]
 
 _log = logging.getLogger("sglang.dflash2")
-
-#: Bounds of the prefix store where no size is set.
-LEAST_STORE_BYTES, MOST_STORE_BYTES = 64 << 20, 1 << 30
 
 
 def make_core(path: str, runner: Any, k: int, running_requests: int, radix_cache: bool, graphs: bool) -> RequestDrafter:
@@ -49,26 +46,17 @@ def make_core(path: str, runner: Any, k: int, running_requests: int, radix_cache
     drafter.bind_target(*_tables(runner.model, settings))
     if settings.int8_linears:
         drafter.quantize_linears()
-    requests = min(settings.max_requests or running_requests, running_requests)
-    longest = int(model.context_len) + 2 * (k + 1)  # SGLang may run a request a block beyond its end
-    try:
-        core = RequestDrafter(
-            drafter,
-            max_requests=requests,
-            max_tokens=longest,
-            num_draft_tokens=k,
-            page_size=settings.page_size,
-            prefix_store_bytes=_store_bytes(settings, radix_cache, drafter, requests, longest),
-        )
-    except CapacityError as e:
-        raise CapacityError(
-            f"dflash2, for {requests} requests at a time: {e} Here that is --max-running-requests, or max_requests or "
-            f"prefix_store_bytes in {VARIABLE}."
-        ) from e
-    if device.type == "cuda" and settings.cuda_graphs and graphs:
-        sizes = [n for n in CAPTURED_BATCHES if n < requests]
-        drafter.capture(core.kv, [*sizes, min(requests, CAPTURED_BATCHES[-1])], k)
-    _announce(core, path, settings.int8_head)
+    core = open_core(
+        drafter,
+        settings,
+        k=k,
+        running=running_requests,
+        longest=int(model.context_len) + 2 * (k + 1),  # SGLang may run a request a block beyond its end
+        caches_prefixes=radix_cache,
+        graphs=graphs,
+        advice=f"--max-running-requests, or max_requests or prefix_store_bytes in {VARIABLE}",
+    )
+    _log.info(announcement(core, path, f"SGLang {engine_version()}", settings.int8_head))
     return core
 
 
@@ -115,28 +103,3 @@ def target_tables(target: Any) -> tuple[Tensor, Any]:
     if bias is not None:
         return weights[0].data, lambda hidden: F.linear(hidden, head.weight, bias)
     return weights[0].data, weights[1].data
-
-
-def _store_bytes(settings: Settings, radix_cache: bool, drafter: DFlash2Drafter, requests: int, longest: int) -> int:
-    if settings.prefix_store_bytes is not None:
-        return settings.prefix_store_bytes
-    if not radix_cache:
-        return 0
-    c = drafter.config
-    row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * drafter.norm.weight.element_size()
-    pages = c.window_pages(settings.page_size) or -(-longest // settings.page_size)
-    pool = requests * pages * settings.page_size * row
-    return min(max(pool, LEAST_STORE_BYTES), MOST_STORE_BYTES)
-
-
-def _announce(core: RequestDrafter, path: str, int8_head: str) -> None:
-    drafter, kv = core.drafter, core.kv
-    head = str(drafter.dtype).removeprefix("torch.") if int8_head == "off" else f"int8 ({int8_head})"
-    weights = sum(t.untyped_storage().nbytes() for t in (*drafter.parameters(), *drafter.buffers()))
-    _log.info(
-        "dflash2: drafting %d tokens with %s (%s, windows %s) beside SGLang %s: weights %s bytes, %d pages of %d rows "
-        "and prefix store together %s bytes, kernels %s, graphs %s, head %s",
-        core.k, path, drafter.config.architecture, sorted(set(drafter.config.windows), key=str), engine_version(),
-        f"{weights:,}", kv.num_pages, kv.page_size, f"{kv.nbytes:,}", drafter.backend,
-        "on" if kv.captured is not None else "off", head,
-    )  # fmt: skip

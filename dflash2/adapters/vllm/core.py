@@ -10,21 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash2.adapters.base import RequestDrafter
+from dflash2.adapters.opening import announcement, open_core
 from dflash2.adapters.vllm.hooks import engine_version
 from dflash2.adapters.vllm.ranks import agreement, is_first_rank, sharded_head, whole_table
 from dflash2.adapters.vllm.settings import Settings
-from dflash2.capture import CAPTURED_BATCHES
 from dflash2.drafter import DFlash2Drafter
-from dflash2.errors import CapacityError, ConfigError
+from dflash2.errors import ConfigError
 from dflash2.lm_head import Int8LMHead
 from dflash2.target import misfits
 
 __all__ = ["make_core", "own_noise", "target_tables"]
 
 _log = logging.getLogger("vllm.dflash2")
-
-#: Bounds of the prefix store where no size is set.
-LEAST_STORE_BYTES, MOST_STORE_BYTES = 64 << 20, 1 << 30
 
 
 def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int) -> RequestDrafter:
@@ -51,29 +48,21 @@ def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int)
     drafter.bind_target(table, head)
     if settings.int8_linears:
         drafter.quantize_linears()
-    requests = min(settings.max_requests or scheduler.max_num_seqs, scheduler.max_num_seqs)
-    try:
-        core = RequestDrafter(
-            drafter,
-            max_requests=requests,
-            max_tokens=model.max_model_len + k + 1,
-            num_draft_tokens=k,
-            page_size=settings.page_size,
-            prefix_store_bytes=_store_bytes(vllm_config, settings, drafter, requests),
-            agree=agreement(),
-        )
-    except CapacityError as e:
-        raise CapacityError(
-            f"dflash2, for {requests} requests at a time: {e} Here that is --max-num-seqs, or max_requests or "
-            "prefix_store_bytes of dflash2 in --additional-config."
-        ) from e
-    if device.type == "cuda" and settings.cuda_graphs and not model.enforce_eager:
-        sizes = [n for n in CAPTURED_BATCHES if n < requests]
-        drafter.capture(core.kv, [*sizes, min(requests, CAPTURED_BATCHES[-1])], k)
+    core = open_core(
+        drafter,
+        settings,
+        k=k,
+        running=scheduler.max_num_seqs,
+        longest=model.max_model_len + k + 1,
+        caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
+        graphs=not model.enforce_eager,
+        advice="--max-num-seqs, or max_requests or prefix_store_bytes of dflash2 in --additional-config",
+        agree=agreement(),
+    )
     if is_first_rank():
-        _announce(
-            core, path, settings.int8_head, table.nbytes if vllm_config.parallel_config.tensor_parallel_size > 1 else 0
-        )
+        copied = table.nbytes if vllm_config.parallel_config.tensor_parallel_size > 1 else 0
+        each = f"; all of it on each rank, with the whole embedding: {copied:,} bytes" if copied else ""
+        _log.info(announcement(core, path, f"vLLM {engine_version()}", settings.int8_head) + each)
     return core
 
 
@@ -142,32 +131,6 @@ def _share_int8(lm_head: Any) -> Int8LMHead:
     lm_head.quant_method = _Int8Logits(head)
     _log.info("dflash2: the target's head is int8 now, %s: its output changes a little", head.extra_repr())
     return head
-
-
-def _announce(core: RequestDrafter, path: str, int8_head: str, copied: int) -> None:
-    drafter, kv = core.drafter, core.kv
-    head = str(drafter.dtype).removeprefix("torch.") if int8_head == "off" else f"int8 ({int8_head})"
-    weights = sum(t.untyped_storage().nbytes() for t in (*drafter.parameters(), *drafter.buffers()))
-    _log.info(
-        "dflash2: drafting %d tokens with %s (%s, windows %s) beside vLLM %s: weights %s bytes, %d pages of %d rows "
-        "and prefix store together %s bytes, kernels %s, graphs %s, head %s%s",
-        core.k, path, drafter.config.architecture, sorted(set(drafter.config.windows), key=str), engine_version(),
-        f"{weights:,}", kv.num_pages, kv.page_size, f"{kv.nbytes:,}", drafter.backend,
-        "on" if kv.captured is not None else "off", head,
-        f"; all of it on each rank, with the whole embedding: {copied:,} bytes" if copied else "",
-    )  # fmt: skip
-
-
-def _store_bytes(vllm_config: Any, settings: Settings, drafter: DFlash2Drafter, requests: int) -> int:
-    if settings.prefix_store_bytes is not None:
-        return settings.prefix_store_bytes
-    if not vllm_config.cache_config.enable_prefix_caching:
-        return 0
-    c = drafter.config
-    row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * drafter.norm.weight.element_size()
-    pages = c.window_pages(settings.page_size) or -(-vllm_config.model_config.max_model_len // settings.page_size)
-    pool = requests * pages * settings.page_size * row
-    return min(max(pool, LEAST_STORE_BYTES), MOST_STORE_BYTES)
 
 
 def _language_model(target: Any) -> Any:
