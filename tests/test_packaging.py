@@ -53,6 +53,8 @@ SHARED_BY_ADAPTERS = (
     "dflash2.adapters.chunks",
     "dflash2.adapters.contexts",
     "dflash2.adapters.guard",
+    "dflash2.adapters.opening",
+    "dflash2.adapters.settings",
 )
 # Loaded by those who use them: at the top of a module only in these parts.
 HEAVY = {
