@@ -64,6 +64,9 @@ class CapturedDrafting:
         k: drafts per request.
         taps_like: an empty tensor ``[0, T*H]`` of the taps' dtype, on the device.
         padding_slot: the slot of requests that are not there.
+
+    Attributes:
+        nbytes: what recording made torch reserve on the device: the graphs' own memory, and what warming up left.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class CapturedDrafting:
         self._propose: dict[tuple[int, bool], _Graph] = {}
         self._append: dict[int, _Graph] = {}
         device = taps_like.device
+        reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         for size in sorted(set(batch_sizes), reverse=True):  # the largest first: the others fit into its memory
 
             def ids(n: int, value: int = 0) -> Tensor:
@@ -97,6 +101,7 @@ class CapturedDrafting:
             }
             padding = {"slots": padding_slot, "starts": 0, "lengths": 0, "valid_lengths": 0}
             self._append[size] = self._capture(append, more, padding)
+        self.nbytes = (torch.cuda.memory_reserved(device) if device.type == "cuda" else 0) - reserved
 
     def _capture(
         self, call: Callable[..., Any], inputs: Mapping[str, Tensor | None], padding: dict[str, int]

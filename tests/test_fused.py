@@ -166,6 +166,7 @@ def test_replays_equal_calls(name):
     plain = {n: here.propose(rows=slice(0, n)) for n in range(1, 5)}
     sampled = here.propose(temperature=[0.0, 1.0, 1.0, 0.5])
     here.drafter.capture(here.kv, batch_sizes=(2, 4))
+    assert here.kv.captured.nbytes > 0
     for n, expected in plain.items():
         found = here.propose(rows=slice(0, n))
         for field in ("tokens", "candidates", "valid"):

@@ -93,5 +93,5 @@ def announcement(core: RequestDrafter, path: str, engine: str, int8_head: str) -
         f"dflash2: drafting {core.k} tokens with {path} ({drafter.config.architecture}, windows "
         f"{sorted(set(drafter.config.windows), key=str)}) beside {engine}: weights {weights:,} bytes, {kv.num_pages} "
         f"pages of {kv.page_size} rows and prefix store together {kv.nbytes:,} bytes, kernels {drafter.backend}, "
-        f"graphs {'on' if kv.captured is not None else 'off'}, head {head}"
+        f"graphs {'off' if kv.captured is None else f'{kv.captured.nbytes:,} bytes'}, head {head}"
     )
