@@ -23,8 +23,8 @@ CANDIDATES = [
 _MOST_QUERIES = 64
 # The block's own rows at a time: one step of a matrix product, not more. The assembler of Triton 3.6 (ptxas 12.8.93)
 # takes the second and later steps' addresses in shared memory from registers that only the loop over the context has
-# written: a program without context read anything there, or outside of it (an illegal access on an H200). With one stage
-# it does the same to the loop itself, so that is no candidate above.
+# written: a program without context read anything there, or outside of it (an illegal access on an H200). With one
+# stage it does the same to the loop itself, so that is no candidate above.
 _OWN_ROWS = 16
 # Of one program that adds up.
 _LANES = 8
