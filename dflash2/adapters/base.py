@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 #: Failures of one kind that are logged; the rest is counted only.
 LOGGED = 5
+#: Each rehearsal has so many times fewer rows than the one before.
+REHEARSED = 4
 
 
 class RanksParted(SystemExit):
@@ -118,18 +120,27 @@ class RequestDrafter:
     def warm_up(self, taps: Tensor) -> None:
         """Run all that a step runs, so that kernels are compiled and the memory that they need is seen.
 
+        Kernels are compiled for kinds of sizes: after the largest step come smaller ones, of many requests and of one.
+
         Args:
             taps: ``[rows, T*H]``, any values: the most rows that a step may have.
         """
         counters, self.counters = self.counters, DraftCounters()
-        count = min(self.kv.max_sequences - len(self.requests), len(taps))
-        share = -(-len(taps) // max(count, 1))
-        parts = [min(share, len(taps) - at) for at in range(0, len(taps), share)] if count else []
+        room, rows = self.kv.max_sequences - len(self.requests), len(taps)
+        while room and rows:
+            self._rehearse(taps[:rows], min(room, rows))
+            self._rehearse(taps[:rows], 1)
+            rows //= REHEARSED
+        self.counters = counters
+
+    def _rehearse(self, taps: Tensor, requests: int) -> None:
+        """A step of requests that nobody has, with as many of the rows as they may have."""
+        share = min(-(-len(taps) // requests), max(self.contexts.max_tokens - self.k - 1, 1))
+        parts = [min(share, len(taps) - at) for at in range(0, len(taps), share)][:requests]
         nobodys = -1  # rows of such tokens are never looked up in the prefix store
         chunks = [Chunk(("warm up", i), 0, [nobodys] * n, n, n, 0) for i, n in enumerate(parts)]
-        self.step(chunks, taps)
+        self.step(chunks, taps[: sum(parts)])
         self.forget([c.request for c in chunks])
-        self.counters = counters
 
     def step(
         self,

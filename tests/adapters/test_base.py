@@ -300,12 +300,26 @@ def test_a_request_that_moved_without_a_context_goes_without_drafts():
     assert not under_test.counters.failures
 
 
-def test_a_warm_up_leaves_nothing_behind():
-    under_test = adapter(drafter())
+def test_a_warm_up_leaves_nothing_behind(monkeypatch, caplog):
+    under_test, sizes = adapter(drafter()), []
+    step = under_test.step
+    monkeypatch.setattr(
+        under_test, "step", lambda chunks, taps: (sizes.append((len(taps), len(chunks))), step(chunks, taps))
+    )
     under_test.warm_up(torch.zeros(11, 32))
     assert under_test.requests == []
     assert under_test.kv.pages_in_use == 0
     assert under_test.counters.steps == 0
+    most = under_test.kv.max_sequences
+    assert sizes == [(11, min(11, most)), (11, 1), (2, min(2, most)), (2, 1)]
+    assert not caplog.records
+
+
+def test_a_warm_up_of_one_request_has_no_more_rows_than_it_may_have(caplog):
+    under_test = adapter(drafter())
+    under_test.warm_up(torch.zeros(3 * under_test.contexts.max_tokens, 32))
+    assert under_test.requests == []
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("known", [None, 43])
