@@ -55,8 +55,8 @@ KERNELS = {
     ),
     "window_attention._window_attention_kernel": (
         {"rows_ptr": I32, "partial_ptr": F32},
-        {"CAUSAL": False, "BLOCK": 64, "TILE": 64, "SCALE": 0.127, "PRECISION": "tf32", "PREFETCH": 256, "LINES": 2,
-         **UNIT},
+        {"CAUSAL": False, "BLOCK": 32, "OWN": 16, "TILE": 64, "SCALE": 0.127, "PRECISION": "tf32", "PREFETCH": 256,
+         "LINES": 2, **UNIT},
         4, 2,
     ),
     "window_attention._add_up_kernel": ({"partial_ptr": F32}, {"LANES": 8, **UNIT}, 4, 1),
