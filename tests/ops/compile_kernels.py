@@ -8,6 +8,7 @@ import json
 import sys
 
 import triton
+from sass import disassembled, unwritten
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -108,7 +109,7 @@ KERNELS = {
 
 
 def compiled(name, capability):
-    """Shared memory in bytes, and whether tensor cores are used."""
+    """Shared memory in bytes, whether tensor cores are used, and what `unwritten` finds on Hopper."""
     types, constants, warps, stages = KERNELS[name]
     module, _, kernel = name.split(" ")[0].partition(".")
     fn = getattr(importlib.import_module(f"kernels.{module}"), kernel)
@@ -125,7 +126,9 @@ def compiled(name, capability):
     source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if pdl else {})}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"kernel": name, "shared": made.metadata.shared, "mma": "mma" in made.asm["ptx"]}
+    sass = disassembled(made.asm["cubin"]) if capability == 90 else None
+    strays = unwritten(sass) if sass else []
+    return {"kernel": name, "shared": made.metadata.shared, "mma": "mma" in made.asm["ptx"], "strays": strays}
 
 
 if __name__ == "__main__":

@@ -34,4 +34,22 @@ def test_kernels_compile(capability, tmp_path):
         made = json.loads(line)
         assert made["shared"] <= LIMITS[capability], line
         assert made["mma"] or not made["kernel"].startswith(PRODUCTS), line
+        assert made["strays"] == [], line
     assert len(done.stdout.splitlines()) > 10
+
+
+LOOP = """
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x248] ;
+        /*0010*/               @P0 BRA 0x50 ;
+        /*0020*/                   UIADD3.64 UR8, UR4, 0x4, URZ ;
+        /*0030*/                   UIADD3.64 UR10, UR8, 0x4, URZ ;
+        /*0040*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0050*/                   UIADD3.X UR7, {base}, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def test_what_only_a_loop_writes_is_found_behind_it():
+    sass = pytest.importorskip("sass", reason="no Triton")
+    assert [(a, strays) for a, _, strays in sass.unwritten(LOOP.format(base="UR9"))] == [("0050", [9])]
+    assert sass.unwritten(LOOP.format(base="UR4")) == []
