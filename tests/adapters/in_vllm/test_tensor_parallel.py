@@ -50,6 +50,9 @@ def break_the_pass(worker) -> None:
 
 @pytest.fixture(scope="module")
 def two(tiny_pair) -> Iterator[Engine]:
+    from vllm import envs
+
+    envs.disable_envs_cache()  # an engine of another test may have filled it
     with pytest.MonkeyPatch.context() as m:
         m.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of this file run in vLLM's workers
         m.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
