@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor, nn
+
 from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.settings import DrafterSettings
 from dflash2.capture import CAPTURED_BATCHES
 from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import CapacityError
+from dflash2.lm_head import Int8LMHead
 
-__all__ = ["announcement", "open_core"]
+__all__ = ["announcement", "int8_copy", "open_core"]
 
 #: Bounds of the prefix store where no size is set.
 LEAST_STORE_BYTES, MOST_STORE_BYTES = 64 << 20, 1 << 30
@@ -75,6 +78,17 @@ def _store_bytes(
     row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * drafter.norm.weight.element_size()
     pages = c.window_pages(settings.page_size) or -(-longest // settings.page_size)
     return min(max(requests * pages * settings.page_size * row, LEAST_STORE_BYTES), MOST_STORE_BYTES)
+
+
+def int8_copy(weight: Tensor) -> Int8LMHead:
+    """A head for drafting alone; the target keeps its own.
+
+    Args:
+        weight: of the target's head, ``[V', H]``.
+    """
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return Int8LMHead.from_linear(linear)
 
 
 def announcement(core: RequestDrafter, path: str, engine: str, int8_head: str) -> str:

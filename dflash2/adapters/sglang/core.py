@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash2.adapters.base import RequestDrafter
-from dflash2.adapters.opening import announcement, open_core
+from dflash2.adapters.opening import announcement, int8_copy, open_core
 from dflash2.adapters.sglang.settings import VARIABLE, Settings
 from dflash2.adapters.sglang.versions import engine_version
 from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import ConfigError
-from dflash2.lm_head import Int8LMHead
 from dflash2.target import misfits
 
 __all__ = ["make_core", "target_tables"]
@@ -81,9 +80,7 @@ def _tables(target: nn.Module, settings: Settings) -> tuple[Tensor, Any]:
         return embedding, head
     if not isinstance(head, Tensor):
         raise ConfigError("int8_head: the target's head has a bias. Leave int8_head out.")
-    linear = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(head, requires_grad=False)
-    return embedding, Int8LMHead.from_linear(linear)
+    return embedding, int8_copy(head)
 
 
 def target_tables(target: Any) -> tuple[Tensor, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash2.adapters.base import RequestDrafter
-from dflash2.adapters.opening import announcement, open_core
+from dflash2.adapters.opening import announcement, int8_copy, open_core
 from dflash2.adapters.vllm.hooks import engine_version
 from dflash2.adapters.vllm.ranks import agreement, is_first_rank, sharded_head, whole_table
 from dflash2.adapters.vllm.settings import Settings
@@ -101,14 +101,8 @@ def _tables(target: nn.Module, settings: Settings) -> tuple[Tensor, Any]:
             del head  # or this would be another reader of what is to be freed
             head = _share_int8(language.lm_head)
         else:
-            head = _int8_copy(head)
+            head = int8_copy(head)
     return table, sharded_head(language.lm_head, head)
-
-
-def _int8_copy(weight: Tensor) -> Int8LMHead:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return Int8LMHead.from_linear(linear)
 
 
 class _Int8Logits:
