@@ -55,6 +55,7 @@ SHARED_BY_ADAPTERS = (
     "dflash2.adapters.guard",
     "dflash2.adapters.opening",
     "dflash2.adapters.settings",
+    "dflash2.adapters.versions",
 )
 # Loaded by those who use them: at the top of a module only in these parts.
 HEAVY = {

