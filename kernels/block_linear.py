@@ -6,6 +6,7 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, inputs_ready, let_go, prefetch_rows, wait_for_inputs
 from .int16_rows import GROUP, dot_int8, dot_planes
+from .shared_memory import shared_bytes
 
 DEFAULTS = {
     "BLOCK_O": 64,
@@ -20,8 +21,8 @@ DEFAULTS = {
 GATED_DEFAULTS = {
     "BLOCK_O": 32, "BLOCK_K": 128, "WEIGHTS_FIRST": 1, "PREFETCH": 1024, "EARLY": 0, "num_warps": 4, "num_stages": 4
 }  # fmt: skip
-#: Of one program, with some to spare for what the compiler adds.
-_SHARED_BYTES = 160 * 1024
+#: Of shared memory, for what the compiler adds; and the most that one program gets, so that another fits beside it.
+_SPARE_BYTES, _MOST_BYTES = 8 * 1024, 160 * 1024
 #: BLOCK_O, BLOCK_K, WEIGHTS_FIRST, EARLY, warps, stages.
 _TILES = (
     (32, 128, 0, 0, 2, 6), (64, 128, 1, 0, 4, 4), (64, 256, 1, 0, 4, 3), (64, 256, 1, 0, 4, 4), (32, 128, 0, 1, 2, 7),
@@ -251,9 +252,10 @@ def _fitted(settings, x, int8, tile_rows, settled):
     # Settings were measured for few rows: more of them leave room for fewer columns, or fewer stages.
     weight_bytes = 1 if int8 else x.element_size()
     row_bytes = (0 if early else s["BLOCK_R"] * (2 if int8 else x.element_size())) + tile_rows * weight_bytes
-    while s["num_stages"] * s["BLOCK_K"] * row_bytes > _SHARED_BYTES and s["num_stages"] > 2:
+    limit = min(shared_bytes(x.device) - _SPARE_BYTES, _MOST_BYTES)
+    while s["num_stages"] * s["BLOCK_K"] * row_bytes > limit and s["num_stages"] > 2:
         s["num_stages"] -= 1
-    while s["num_stages"] * s["BLOCK_K"] * row_bytes > _SHARED_BYTES and s["BLOCK_K"] > 64 and x.dtype != torch.int8:
+    while s["num_stages"] * s["BLOCK_K"] * row_bytes > limit and s["BLOCK_K"] > 64 and x.dtype != torch.int8:
         s["BLOCK_K"] //= 2
     # Tiles asked for before the rows are there: all stages but those at the two ends of the pipeline.
     s["EARLY"] = max(1, s["num_stages"] - 2) if early else 0

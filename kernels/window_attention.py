@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, prefetch_rows, wait_for_inputs
+from .shared_memory import shared_bytes
 
 DEFAULTS = {"tile": 64, "programs_per_sm": 1, "max_splits": 16, "num_warps": 4, "num_stages": 2}
 CANDIDATES = [
@@ -263,6 +264,7 @@ def window_attention(
     exact = q.dtype == torch.float32
     tile, warps = (16, 8) if exact else (settings["tile"], settings["num_warps"])
     queries = min(16 if exact else _MOST_QUERIES, max(16, triton.next_power_of_2(n * group)))
+    tile, stages = fitted(tile, settings["num_stages"], queries, dim, q.element_size(), shared_bytes(q.device))
     units = requests * kv_heads * triton.cdiv(n * group, queries)
     reach = length if window is None else min(length, window - 1)
     tiles = triton.cdiv(reach, tile)
@@ -281,7 +283,7 @@ def window_attention(
             SCALE=head_dim**-0.5 * 1.4426950408889634,  # log2(e): the hardware has powers of two
             PRECISION="ieee" if exact else "tf32",  # the latter says nothing about 16-bit operands
             PREFETCH=_PREFETCHED // tile * tile, LINES=_power_below(max(1, head_dim * q.element_size() // 128)),
-            num_warps=warps, num_stages=settings["num_stages"], **shape, **dependent_launch(q),
+            num_warps=warps, num_stages=stages, **shape, **dependent_launch(q),
         )  # fmt: skip
         if parts > 1:
             lanes = min(queries, _LANES)
@@ -289,6 +291,19 @@ def window_attention(
                 partial, out, n, units, LANES=lanes, num_warps=4, **shape, **dependent_launch(q)
             )
     return out
+
+
+def fitted(tile: int, stages: int, queries: int, dim: int, size: int, limit: int) -> tuple[int, int]:
+    """Tile and stages that fit into ``limit`` bytes of shared memory: measured for one head size, used for all.
+
+    Keys and values of every stage, the queries, and their weights (what the compiler takes for 16-bit operands, to the
+    byte). Two stages at least: see `_OWN_ROWS`.
+    """
+    while size * (2 * stages * tile * dim + queries * (dim + tile)) > limit:
+        if stages == 2 and tile == 16:
+            break
+        tile, stages = (tile, stages - 1) if stages > 2 else (tile // 2, stages)
+    return tile, stages
 
 
 def _splits(units: int, tiles: int, settings: dict[str, int], device: torch.device) -> int:

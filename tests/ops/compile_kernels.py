@@ -12,6 +12,8 @@ from sass import disassembled, unwritten
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.window_attention import fitted
+
 I8, B16, F32, F64, I32, I64, I1 = "*i8", "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*i1"
 TILE = {"EVEN": True, "EARLY": 0, "SETTLED": False, "PREFETCH": 1024, "BLOCK_K": 128, "WEIGHTS_FIRST": 1}
 EARLY = {"EARLY": 3, "SETTLED": True}
@@ -20,6 +22,9 @@ ALIGNED = ("_ptr", "stride", "hidden", "inner", "inputs", "span", "to_up")
 LINEAR = TILE | {"SEGMENTS": 3, "SPLIT": 4, "BLOCK_O": 64}
 GATED = TILE | {"BLOCK_O": 32}
 UNIT = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PARTS": 17, "QUERIES": 32, "DIM": 128}
+#: Settings of an H200 for heads of 128, on a card with 99 KiB of shared memory, for heads of 256.
+WIDE = {"KV_HEADS": 4, "GROUP": 2, "HEAD_DIM": 256, "PARTS": 9, "QUERIES": 64, "DIM": 256}
+WIDE_TILE, WIDE_STAGES = fitted(128, 3, 64, 256, 2, 99 << 10)
 
 
 def _linear(weight, rows, **more):
@@ -59,6 +64,12 @@ KERNELS = {
         {"CAUSAL": False, "BLOCK": 32, "OWN": 16, "TILE": 64, "SCALE": 0.127, "PRECISION": "tf32", "PREFETCH": 256,
          "LINES": 2, **UNIT},
         4, 2,
+    ),
+    "window_attention._window_attention_kernel wide": (
+        {"rows_ptr": I32, "partial_ptr": F32},
+        {"CAUSAL": False, "BLOCK": 16, "OWN": 16, "TILE": WIDE_TILE, "SCALE": 0.127, "PRECISION": "tf32",
+         "PREFETCH": 256, "LINES": 4, **WIDE},
+        4, WIDE_STAGES,
     ),
     "window_attention._add_up_kernel": ({"partial_ptr": F32}, {"LANES": 8, **UNIT}, 4, 1),
     "int8_head._quantise_kernel": (

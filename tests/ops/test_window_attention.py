@@ -296,6 +296,21 @@ def test_kernel_at_other_heads(requests, n, heads):
     assert_kernel_close(actual, reference, exact)
 
 
+@pytest.mark.parametrize("limit", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("queries", [16, 64])
+def test_settings_of_one_shape_fit_all_others(queries, dim, limit):
+    """An H200's for heads of 128 asked for 393 KiB at heads of 256."""
+    kernel = pytest.importorskip("dflash2.kernels.window_attention")
+    for settings in (kernel.DEFAULTS, *kernel.CANDIDATES):
+        tile, stages = kernel.fitted(settings["tile"], settings["num_stages"], queries, dim, 2, limit)
+        assert 2 * (2 * stages * tile * dim + queries * (dim + tile)) <= limit
+        assert 2 <= stages <= settings["num_stages"]
+        assert 16 <= tile <= settings["tile"]
+    roomy = kernel.fitted(128, 3, 64, 128, 2, 227 << 10)
+    assert roomy == (128, 3)  # what was measured runs as it was measured
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("requests", [1, 4])
 def test_replay_equals_eager(requests):
