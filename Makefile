@@ -1,4 +1,5 @@
-# `make demo` and `make test` set up all they need in .venv; see scripts/setup.sh for the variables that it reads.
+# `make demo` and `make test` set up all they need: .venv, and for tests in real engines .venv-vllm and .venv-sglang.
+# The variables that this reads are at the top of scripts/setup.sh and scripts/setup_engine.sh.
 SHELL := bash
 .DEFAULT_GOAL := help
 
@@ -27,7 +28,8 @@ setup-test:
 demo: setup-demo ## draft for a real model and show that the output is the model's own
 	@OMP_NUM_THREADS=$(DEMO_THREADS) $(PY) -m dflash2 demo
 
-test: lint types test-interpreter test-code test-vllm ## everything but test-sglang, which would take this from 18 to 24 minutes
+test: ## lint, types and all tests; real engines' environments are installed beside the tests of the code
+	@scripts/test.sh
 
 lint: setup-test ## ruff: rules and format
 	$(PY) -m ruff check .
@@ -45,11 +47,11 @@ test-code: setup-test ## all tests; without a GPU the kernels run in Triton's in
 	$(PYTEST)
 
 test-vllm: ## tests in real vLLM engines on the CPU, in an environment of their own (.venv-vllm, 3.5 GB)
-	scripts/setup_vllm.sh
+	scripts/setup_engine.sh vllm
 	OMP_NUM_THREADS=1 $(or $(DFLASH2_VLLM_PYTHON),.venv-vllm/bin/python) -m pytest tests/adapters/in_vllm
 
 test-sglang: ## tests in real SGLang engines on the CPU, in an environment of their own (.venv-sglang, 3 GB)
-	scripts/setup_sglang.sh
+	scripts/setup_engine.sh sglang
 	OMP_NUM_THREADS=1 $(or $(DFLASH2_SGLANG_PYTHON),.venv-sglang/bin/python) -m pytest tests/adapters/in_sglang
 
 test-fast: setup-test ## the tests that take seconds
@@ -64,5 +66,5 @@ docs: setup-test ## write the API reference and the picture of docs/ again
 	$(PY) scripts/draw_concepts.py
 
 clean: ## remove .venv, caches and builds
-	rm -rf .venv .venv.lock .venv-vllm .venv-sglang build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv*.lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dflash2.adapters.base import RequestDrafter
@@ -15,8 +16,11 @@ from dflash2.lm_head import Int8LMHead
 
 __all__ = ["announcement", "int8_copy", "open_core"]
 
-#: Bounds of the prefix store where no size is set.
-LEAST_STORE_BYTES, MOST_STORE_BYTES = 64 << 20, 1 << 30
+#: The prefix store where no size is set: this share of the GPU's memory. An engine's cache outlives a small store, and
+#: what it serves from its cache is never computed again, so that a prompt lost once would be drafted without for good.
+STORE_SHARE = 0.01
+#: Elsewhere than on a GPU.
+STORE_BYTES = 64 << 20
 
 
 def open_core(
@@ -56,7 +60,7 @@ def open_core(
             max_tokens=longest,
             num_draft_tokens=k,
             page_size=settings.page_size,
-            prefix_store_bytes=_store_bytes(drafter, settings, requests, longest, caches_prefixes),
+            prefix_store_bytes=_store_bytes(drafter.device, settings, caches_prefixes),
             **more,
         )
     except CapacityError as e:
@@ -67,17 +71,14 @@ def open_core(
     return core
 
 
-def _store_bytes(
-    drafter: DFlash2Drafter, settings: DrafterSettings, requests: int, longest: int, caches_prefixes: bool
-) -> int:
+def _store_bytes(device: torch.device, settings: DrafterSettings, caches_prefixes: bool) -> int:
     if settings.prefix_store_bytes is not None:
         return settings.prefix_store_bytes
     if not caches_prefixes:
         return 0
-    c = drafter.config
-    row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * drafter.norm.weight.element_size()
-    pages = c.window_pages(settings.page_size) or -(-longest // settings.page_size)
-    return min(max(requests * pages * settings.page_size * row, LEAST_STORE_BYTES), MOST_STORE_BYTES)
+    if device.type != "cuda":
+        return STORE_BYTES
+    return int(STORE_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
 
 def int8_copy(weight: Tensor) -> Int8LMHead:

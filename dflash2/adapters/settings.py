@@ -25,8 +25,7 @@ class DrafterSettings:
             as many as the engine runs.
         page_size: rows per page of the drafter's own KV.
         prefix_store_bytes: memory for rows of cached prefixes, so that a request that hits one drafts from its first
-            step. Default: as much as the page pool, at least 64 MiB and at most 1 GiB; 0 where the engine caches no
-            prefixes.
+            step. Default: 1 % of the GPU's memory, 64 MiB on the CPU; 0 where the engine caches no prefixes.
         int8_linears: weight-only int8 for the drafter's own linears.
         int8_head: "drafts" picks drafts with an int8 copy of the target's head, and the target decides with its own.
         cuda_graphs: record the drafter's pass as CUDA graphs (unless the engine is told to be eager).
