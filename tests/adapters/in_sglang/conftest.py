@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from adapters.real_engines import mark_tests
 
-
-def sglang_is_here() -> bool:
-    try:
-        return bool(version("sglang"))
-    except PackageNotFoundError:
-        return False
+from dflash2.adapters.versions import SGLANG
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here not in item.path.parents:
-            continue
-        item.add_marker(pytest.mark.sglang)
-        item.add_marker(pytest.mark.filterwarnings("default"))  # SGLang's own warnings are not ours to fix
-        if not sglang_is_here():
-            item.add_marker(pytest.mark.skip(reason="SGLang is not installed: make test-sglang"))
+    mark_tests(items, Path(__file__).parent, SGLANG)
 
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory) -> tuple[str, str]:
     """A Llama of 32 tokens and a v2 drafter of window 48. SGLang does not hand out the output of the last layer."""
-    from adapters.in_vllm.pairs import make_pair
+    from adapters.pairs import make_pair
 
     return make_pair(tmp_path_factory.mktemp("tiny"), vocab=32, target_layer_ids=(0, 1))
 

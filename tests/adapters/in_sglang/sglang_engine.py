@@ -8,9 +8,10 @@ import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from adapters.cold import Round
 
 STUBS = Path(__file__).parent / "stubs"
 SMALL = {
@@ -20,16 +21,6 @@ SMALL = {
     "context_length": 1024, "chunked_prefill_size": 64, "schedule_policy": "lpm", "log_level": "warning",
     "sleep_on_idle": True,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Round:
-    """One request's drafts after ``anchor`` at position ``end``."""
-
-    request: str
-    end: int
-    anchor: int
-    drafts: list[int]
 
 
 @contextmanager
@@ -106,7 +97,7 @@ class Engine:
     def rounds(self, names: Sequence[str]) -> list[Round]:
         """Rounds in which these requests got drafts."""
         return [
-            Round(request, start + valid, anchor, drafts)
+            Round(request, start + valid, anchor, drafts, start)
             for step in self.steps()
             for request, start, _, valid, anchor, drafts in step["chunks"]
             if drafts is not None and request in names

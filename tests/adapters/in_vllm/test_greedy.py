@@ -7,13 +7,13 @@ import os
 import random
 import subprocess
 import sys
-from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from engine import Engine, K, Round, named
-from pairs import WINDOW, Cold, make_pair
+from adapters.cold import Round, assert_cold, conversation
+from adapters.pairs import WINDOW, K, make_pair
+from engine import Engine, named
 
 from dflash2.testing import cpu_as_device
 
@@ -25,37 +25,6 @@ def greedy(tokens: int, **kw):
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **kw)
-
-
-def conversation(count: int, seed: int = 0) -> dict[str, list[int]]:
-    """Prompts of 20 to 160 tokens, most of which begin as another one does."""
-    rng = random.Random(seed)
-    heads = [[rng.randrange(256) for _ in range(130)] for _ in range(4)]
-    made = {}
-    for i in range(count):
-        head = rng.choice(heads)[: rng.choice((0, 33, 64, 97, 130))]
-        made[f"r{i}"] = head + [rng.randrange(256) for _ in range(rng.randrange(20, 31))]
-    return made
-
-
-def assert_cold(pair: tuple[str, str], texts: dict[str, list[int]], rounds: list[Round], k: int = K) -> int:
-    """Every recorded draft is what a drafter makes that saw the whole context itself; returns how many."""
-    cold, by_name = Cold(*pair, k), defaultdict(dict)
-    for r in rounds:
-        by_name[named(r.request)][r.end] = r
-    checked = ties = 0
-    for name, mine in by_name.items():
-        text = texts[name]
-        known = {end: r for end, r in mine.items() if end < len(text)}
-        assert all(text[end] == r.anchor for end, r in known.items())
-        expected = cold.drafts(text, list(known))
-        different = [end for end, r in known.items() if r.drafts != expected[end]]
-        wrong = [end for end in different if tuple(known[end].drafts) not in cold.near_ties(text, end)]
-        assert not wrong, f"{name}: {len(wrong)} of {len(known)} rounds differ, the first at {wrong[0]}"
-        ties += len(different)
-        checked += len(known)
-    assert ties <= checked / 1000
-    return checked
 
 
 def test_200_requests_with_shared_prefixes_preemption_and_aborts(tiny_pair, engines):
@@ -98,7 +67,7 @@ def test_a_prefix_of_2000_tokens_drafts_from_its_first_step_as_if_cold(tiny_pair
     for c in chunks:
         first.setdefault(named(c.request), c)
     assert all(c.start >= 1900 and c.anchor is not None for c in first.values()), first
-    assert {named(r.request) for r in rounds if r.start == first[named(r.request)].start} == set(prompts)
+    assert {r.request for r in rounds if r.start == first[r.request].start} == set(prompts)
     assert ours.drafter.counters.restored == before + 4
     assert assert_cold(tiny_pair, {n: [*prompts[n], *t] for n, t in warm.items()}, rounds) >= 4
 
@@ -157,7 +126,7 @@ def test_v1_drafts_are_those_of_vllm_itself(tmp_path, engines):
         first = ours.run(prompts, greedy(24))
         again = ours.run(prompts, greedy(24))  # prefix hits of nearly all of the prompt
     assert first == again == theirs["tokens"]
-    mine = {f"{named(r.request)} {r.end} {r.anchor}": r.drafts for r in rounds}
+    mine = {f"{r.request} {r.end} {r.anchor}": r.drafts for r in rounds}
     common = mine.keys() & theirs["drafts"].keys()
     assert len(common) > 250
     assert {key for key in common if mine[key] != theirs["drafts"][key]} == set()
@@ -200,7 +169,7 @@ def test_one_request_at_the_longest_length_does_not_disturb_others(tiny_pair, en
         got = ours.run(prompts, greedy(60))
     assert got == plain.run(prompts, greedy(60))
     assert [len(got[n]) + len(p) for n, p in prompts.items()] == [128, 100, 80, 128]
-    ends = sorted(r.end for r in rounds if named(r.request) == "r2")
+    ends = sorted(r.end for r in rounds if r.request == "r2")
     assert max(b - a for a, b in pairwise(ends)) <= K + 1  # no step without drafts
     assert_cold(tiny_pair, {n: [*prompts[n], *t] for n, t in got.items()}, rounds)
 
@@ -241,7 +210,7 @@ def noting(engine: Engine, rounds: list[Round], propose):
         names = {seq: request for request, seq in engine.drafter.contexts._open.items()}
         for i, seq in enumerate(seqs):
             end, anchor = int(starts[i]), int(anchors[i])
-            rounds.append(Round(names[seq], end, anchor, out.tokens[i].tolist(), end))
+            rounds.append(Round(named(names[seq]), end, anchor, out.tokens[i].tolist(), end))
         return out
 
     return noted

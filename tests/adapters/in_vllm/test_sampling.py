@@ -8,8 +8,9 @@ import re
 from collections import Counter
 
 import pytest
+from adapters.cold import conversation
 from adapters.homogeneity import homogeneity
-from test_greedy import conversation, greedy
+from test_greedy import greedy
 
 SAMPLES = 20_000
 BATCH = {

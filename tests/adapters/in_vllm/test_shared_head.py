@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters.cold import conversation
 from engine import Engine
 from safetensors.torch import load_file, save_file
-from test_greedy import conversation, greedy
+from test_greedy import greedy
 
 from dflash2 import Int8LMHead
 from dflash2.adapters.vllm.settings import Settings

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
-from engine import Engine, Round, named
+from adapters.cold import Round
+from engine import Engine, named
 
 SETTINGS = {"enforce_eager": True, "max_num_seqs": 4}
 
@@ -21,7 +22,7 @@ def start_recording(worker) -> None:
         out = step(given, taps, *args, **kw)
         for i, c in enumerate(given):
             if c.anchor is not None and bool(out.drafted[i]):
-                worker.rounds.append((c.request, c.start + c.valid, c.anchor, out.tokens[i].tolist(), c.start))
+                worker.rounds.append((named(c.request), c.start + c.valid, c.anchor, out.tokens[i].tolist(), c.start))
         return out
 
     def failing(some, taps):
@@ -77,8 +78,8 @@ def greedy(tokens: int):
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def rounds_of(found: list[tuple]) -> dict[tuple, list[int]]:
-    return {(named(r.request), r.end, r.anchor): r.drafts for r in (Round(*x) for x in found)}
+def by_place(rounds: Iterable[Round]) -> dict[tuple, list[int]]:
+    return {(r.request, r.end, r.anchor): r.drafts for r in rounds}
 
 
 def test_greedy_drafts_and_outputs(two, engines, tiny_pair, prompts):
@@ -89,7 +90,7 @@ def test_greedy_drafts_and_outputs(two, engines, tiny_pair, prompts):
     (first, counters), (second, same_counters) = two.llm.collective_rpc(recorded)
     assert first == second
     assert counters == same_counters
-    assert rounds_of(first) == {(named(r.request), r.end, r.anchor): r.drafts for r in expected}
+    assert by_place(Round(*x) for x in first) == by_place(expected)
     assert len(first) > 100
     assert counters["restored"] >= 3
     assert (counters["failures"], counters["failed_steps"], counters["pages_in_use"]) == ({}, 0, 0)
@@ -113,7 +114,7 @@ def test_what_one_rank_cannot_follow_no_rank_drafts_for(two, prompts):
     assert two.run(mixed, greedy(12)) == {n[::-1]: t for n, t in expected.items()}
     (first, counters), (second, other) = two.llm.collective_rpc(recorded)
     assert first == second
-    assert {named(request) for request, *_ in first} == {"kept"}
+    assert {request for request, *_ in first} == {"kept"}
     assert counters == other
     assert counters["failures"]["RuntimeError"] > 1
     assert (counters["failed_steps"], counters["pages_in_use"]) == (0, 0)

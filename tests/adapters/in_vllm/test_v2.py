@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import make_pair
+from adapters.pairs import make_pair
 
 from dflash2.adapters.chunks import Drafts
 from dflash2.adapters.vllm.speculator import Speculating

@@ -13,6 +13,7 @@ BYTES = 256
 SPECIAL = ("<eos>", "<bos>", "<pad>", "<mask>")
 TAPS = (0, 2)
 WINDOW = 48
+K = 3  # drafts of a block
 
 
 def make_pair(
@@ -71,50 +72,3 @@ def _byte_tokenizer():
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>")
-
-
-class Cold:
-    """Drafts of one that has seen the whole context itself: taps of Transformers, one append, one propose."""
-
-    def __init__(self, target: str, drafter: str, k: int):
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-        self.drafter = DFlash2Drafter.from_pretrained(drafter, dtype=torch.float32)
-        self.drafter.bind_target(self.model.get_input_embeddings().weight.data, self.model.lm_head.weight.data)
-        self.k = k
-        self._outputs: list[torch.Tensor] = []
-        for i in self.drafter.config.target_layer_ids:  # hidden_states would hold the last layer's after the final norm
-            self.model.model.layers[i].register_forward_hook(lambda _module, _args, out: self._outputs.append(out))
-
-    @torch.inference_mode()
-    def taps(self, tokens: list[int]) -> torch.Tensor:
-        self._outputs.clear()
-        self.model(torch.tensor([tokens]))
-        return torch.cat([out[0] for out in self._outputs], dim=-1)
-
-    @torch.inference_mode()
-    def near_ties(self, tokens: list[int], end: int) -> set[tuple[int, ...]]:
-        """Drafts of the same context under changes of the taps as small as another order of summation makes."""
-        taps, made = self.taps(tokens[:end]), set()
-        for seed in range(40):
-            noise = torch.randn(taps.shape, generator=torch.Generator().manual_seed(seed))
-            kv = self.drafter.new_kv(1, len(tokens) + 16)
-            seq = kv.open()
-            self.drafter.append(kv, [seq], taps * (1 + 2e-6 * noise), [0], [end])
-            tokens_drafted = self.drafter.propose(kv, [seq], [tokens[end]], [end], self.k).tokens
-            made.add(tuple(tokens_drafted[0].tolist()))
-        return made
-
-    @torch.inference_mode()
-    def drafts(self, tokens: list[int], ends: list[int]) -> dict[int, list[int]]:
-        """For each end e: drafts after tokens[e], with tokens[:e] as context."""
-        taps = self.taps(tokens)
-        kv = self.drafter.new_kv(1, len(tokens) + 16)
-        made = {}
-        for end in sorted(ends):
-            seq = kv.open()
-            self.drafter.append(kv, [seq], taps[:end], [0], [end])
-            made[end] = self.drafter.propose(kv, [seq], [tokens[end]], [end], self.k).tokens[0].tolist()
-            kv.close(seq)
-        return made
