@@ -50,7 +50,7 @@ test-vllm: ## tests in real vLLM engines on the CPU, in an environment of their 
 	scripts/setup_engine.sh vllm
 	OMP_NUM_THREADS=1 $(or $(DFLASH2_VLLM_PYTHON),.venv-vllm/bin/python) -m pytest tests/adapters/in_vllm
 
-test-sglang: ## tests in real SGLang engines on the CPU, in an environment of their own (.venv-sglang, 3 GB)
+test-sglang: ## tests in real SGLang engines on the CPU, in an environment of their own (.venv-sglang, 3.3 GB)
 	scripts/setup_engine.sh sglang
 	OMP_NUM_THREADS=1 $(or $(DFLASH2_SGLANG_PYTHON),.venv-sglang/bin/python) -m pytest tests/adapters/in_sglang
 
