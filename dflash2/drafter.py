@@ -33,7 +33,7 @@ from dflash2.positions import (
 )
 from dflash2.proposal import Proposal
 from dflash2.propose import block_pass, choose_drafts
-from dflash2.random import Stream, uniform
+from dflash2.random import Stream, random_bits, uniform_of
 from dflash2.window_kv import WindowKV
 
 __all__ = ["DFlash2Drafter"]
@@ -207,16 +207,8 @@ class DFlash2Drafter(DraftNetwork):
             ValueError: shapes do not fit. After any error the state is what it was.
         """
         self._check_kv(kv)
+        self._check_taps(taps)
         seqs = as_list("seqs", seqs)
-        taps_width = len(self.config.target_layer_ids) * self.config.hidden_size
-        if taps.dim() != 2 or taps.shape[1] != taps_width:
-            raise ValueError(
-                f"taps have shape {list(taps.shape)}: expected [rows, {taps_width}], the outputs of "
-                f"{len(self.config.target_layer_ids)} target layers {list(self.config.target_layer_ids)} of width "
-                f"{self.config.hidden_size}."
-            )
-        if not taps.is_floating_point() or taps.device != self.device:
-            raise ValueError(f"taps are {taps.dtype} on {taps.device}: expected hidden states on {self.device}.")
         on_host = not any(on_device(x) for x in (start_positions, lengths, valid_lengths))
         if not on_host and token_ids is not None:
             raise ValueError("token_ids publish rows under host positions only: these are on a device. Leave them out.")
@@ -263,15 +255,56 @@ class DFlash2Drafter(DraftNetwork):
         if anchors.shape != starts.shape:
             raise ValueError(f"anchor_ids has shape {list(anchors.shape)}: expected one id for each of {len(seqs)}.")
         temperatures = _temperatures(temperature, starts)
-        noise = None
-        if temperatures is not None:
-            noise = uniform((len(seqs), k), Stream.DRAFT, generator, self.device)
+        bits = None if temperatures is None else random_bits((len(seqs), k), generator, self.device)
         with torch.no_grad(), self._own_dtype():
-            inputs = (slots, starts, anchors, temperatures, noise)
+            inputs = (slots, starts, anchors, temperatures, bits)
             captured = self._captured(kv)
             if captured is not None and captured.k == k and (replayed := captured.propose(*inputs)) is not None:
                 return replayed
             return self._draft(kv, k, length, *inputs)
+
+    def append_and_propose(
+        self,
+        kv: WindowKV,
+        seqs: Sequence[int],
+        taps: Tensor,
+        start_positions: Tensor,
+        lengths: Tensor,
+        valid_lengths: Tensor,
+        anchor_ids: Tensor,
+        num_draft_tokens: int | None = None,
+        temperature: float | Tensor = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Proposal | None:
+        """A round with positions on the device, `append` and then `propose` at the positions after it, as one launch.
+
+        Args:
+            kv, seqs, taps, start_positions, lengths, valid_lengths: of the `append`.
+            anchor_ids, num_draft_tokens, temperature, generator: of the `propose`.
+
+        Returns:
+            The proposal, with tokens 0 where it is not valid. None, and nothing has happened, where no graph of
+            `capture` has room for it: call the two.
+
+        Raises:
+            As the two do. Nothing has happened then.
+        """
+        captured, k = self._captured(kv), self.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        if captured is None or captured.k != k or not seqs:
+            return None
+        self._check_kv(kv)
+        self._check_taps(taps)
+        numbers = {
+            "starts": start_positions, "lengths": lengths, "valid_lengths": valid_lengths, "anchors": anchor_ids
+        }  # fmt: skip
+        ints = {name: integers_on_device(name, v, len(seqs), self.device) for name, v in numbers.items()}
+        slots, temperatures = kv.distinct_slots_on_device(seqs), _temperatures(temperature, ints["starts"])
+        bits = None if temperatures is None else random_bits((len(seqs), k), generator, self.device)
+        with torch.no_grad():
+            proposal = captured.round(slots, taps, **ints, temperature=temperatures, bits=bits)
+        if proposal is not None:
+            kv.advance_on_device(seqs)
+        return proposal
 
     def capture(
         self, kv: WindowKV, batch_sizes: Sequence[int] = CAPTURED_BATCHES, num_draft_tokens: int | None = None
@@ -331,7 +364,9 @@ class DFlash2Drafter(DraftNetwork):
 
     def _check_kv(self, kv: WindowKV) -> None:
         c = self.config
-        if kv.row_shape != (c.num_hidden_layers, c.num_key_value_heads, c.head_dim) or kv.config.windows != c.windows:
+        if kv.config is not c and (
+            kv.row_shape != (c.num_hidden_layers, c.num_key_value_heads, c.head_dim) or kv.config.windows != c.windows
+        ):
             raise ConfigError(
                 f"this KV holds rows of shape {kv.row_shape} for windows {kv.config.windows}, this drafter has windows "
                 f"{c.windows}: it was made for another drafter. Use this drafter's new_kv()."
@@ -341,6 +376,17 @@ class DFlash2Drafter(DraftNetwork):
                 f"this KV holds {kv.keys.dtype} rows on {kv.device} and the drafter is {self.dtype} on {self.device}: "
                 "it was made before the drafter moved. Use new_kv() again."
             )
+
+    def _check_taps(self, taps: Tensor) -> None:
+        taps_width = len(self.config.target_layer_ids) * self.config.hidden_size
+        if taps.dim() != 2 or taps.shape[1] != taps_width:
+            raise ValueError(
+                f"taps have shape {list(taps.shape)}: expected [rows, {taps_width}], the outputs of "
+                f"{len(self.config.target_layer_ids)} target layers {list(self.config.target_layer_ids)} of width "
+                f"{self.config.hidden_size}."
+            )
+        if not taps.is_floating_point() or taps.device != self.device:
+            raise ValueError(f"taps are {taps.dtype} on {taps.device}: expected hidden states on {self.device}.")
 
     def check_propose(self, k: int) -> None:
         """Raises `ConfigError` unless a target is bound and k drafts are as many as a block has room for."""
@@ -369,11 +415,12 @@ class DFlash2Drafter(DraftNetwork):
 
     def _draft(
         self, kv: WindowKV, k: int, length: int, slots: Tensor, starts: Tensor, anchors: Tensor,
-        temperature: Tensor | None, noise: Tensor | None,
+        temperature: Tensor | None, bits: Tensor | None,
     ) -> Proposal:  # fmt: skip
         """All that a propose does on the device."""
         context = PagedContext(kv.tags, kv.page_table, slots, starts, kv.page_size, length)
         table, mask_row = self._embedding[0], self.mask_embedding
+        noise = None if bits is None else uniform_of(bits, Stream.DRAFT)
         rows, valid = block_pass(self, kv, context, table, mask_row, anchors, k + 1)
         return choose_drafts(self, self._head[0], rows, anchors, valid, temperature, noise)
 
@@ -389,6 +436,8 @@ class DFlash2Drafter(DraftNetwork):
 
 def _temperatures(temperature: float | Sequence[float] | Tensor, like: Tensor) -> Tensor | None:
     """fp32 ``[R]`` on the device, or None when every request is known to be greedy."""
+    if isinstance(temperature, (int, float)) and temperature == 0:  # the usual call, without an operation
+        return None
     t = per_request("temperature", temperature, like.shape[0])
     if on_device(t):
         return t.to(like.device).expand(like.shape)

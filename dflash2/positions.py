@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash2.errors import PositionError
 
 __all__ = [
+    "LastUpload",
     "as_list",
     "host_integers",
     "integers_on_device",
@@ -121,6 +122,19 @@ def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """int64 on the device, in one copy that does not wait for what is queued there."""
     host = torch.tensor(numbers, dtype=torch.int64)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+class LastUpload:
+    """`upload`, unless the numbers are those of the last call: decoding says the same ones again and again."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._numbers, self._there = device, [], upload([], device)
+
+    def __call__(self, numbers: list[int]) -> Tensor:
+        """int64 on the device, not to be written to."""
+        if self._numbers != numbers:
+            self._numbers, self._there = list(numbers), upload(numbers, self._device)
+        return self._there
 
 
 def integers_on_device(name: str, values: Sequence[int] | Tensor, count: int, device: torch.device) -> Tensor:

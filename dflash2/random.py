@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-__all__ = ["Stream", "uniform"]
+__all__ = ["Stream", "random_bits", "uniform", "uniform_of"]
 
 _LOW_63_BITS = 2**63 - 1
 
@@ -31,13 +31,22 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (_LOW_63_BITS >> 30))
 
 
-def uniform(shape: tuple[int, ...], stream: Stream, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Uniform on [0, 1), float64 of ``shape``.
+def random_bits(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """What `uniform_of` makes numbers of: int64 of ``shape``."""
+    where = generator.device if generator is not None else device
+    return torch.randint(0, _LOW_63_BITS, shape, generator=generator, device=where, dtype=torch.int64).to(device)
+
+
+def uniform_of(bits: Tensor, stream: Stream) -> Tensor:
+    """Uniform on [0, 1), float64, from `random_bits`.
 
     A caller may seed the generators of draft and verification alike. Their raw bits would then be the same numbers, and
     a residual draw that repeats the draft's noise is not lossless. So the bits are hashed with the stream's number.
     """
-    where = generator.device if generator is not None else device
-    bits = torch.randint(0, _LOW_63_BITS, shape, generator=generator, device=where, dtype=torch.int64).to(device)
     hashed = _mix(bits + _signed(stream * 0x9E3779B97F4A7C15 % 2**64))
     return ((hashed >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
+
+
+def uniform(shape: tuple[int, ...], stream: Stream, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Uniform on [0, 1), float64 of ``shape``: see `uniform_of`."""
+    return uniform_of(random_bits(shape, generator, device), stream)

@@ -18,7 +18,7 @@ from dflash2.config import DFlash2Config
 from dflash2.errors import CapacityError, PositionError
 from dflash2.ops.place_rows import RowPool
 from dflash2.pages import NOT_STORED, PagePool
-from dflash2.positions import as_list, integer_ids, is_integer, upload, whole_number
+from dflash2.positions import LastUpload, as_list, integer_ids, is_integer, whole_number
 from dflash2.prefix_store import PrefixStore, TokenChain
 from dflash2.sequence_state import SequenceState
 from dflash2.spans import Spans, cut, merge, runs
@@ -84,7 +84,7 @@ class WindowKV(PagePool):
         self._by_slot[0, self.padding_slot] = NOT_STORED
         self.next, self.limit, self.faults = self._by_slot[:, :max_sequences]
         self.captured: Any = None
-        self._last_slots: tuple[list[int], Tensor] = ([], torch.zeros(0, dtype=torch.int64, device=device))
+        self._uploaded = LastUpload(self.device)
         self.store: PrefixStore | None = None
         if prefix_store_bytes:
             self.store = PrefixStore(prefix_store_bytes, page_size, self.row_shape, device=self.device, dtype=dtype)
@@ -288,12 +288,6 @@ class WindowKV(PagePool):
         """What `place_rows` reads and moves."""
         next_, limit, faults = self._by_slot
         return RowPool(self.page_table, self.tags, next_, limit, faults, self.page_size)
-
-    def _uploaded(self, slots: list[int]) -> Tensor:
-        """The last ones are kept: decoding names the same sequences again and again."""
-        if self._last_slots[0] != slots:
-            self._last_slots = (slots, upload(slots, self.device))
-        return self._last_slots[1]
 
     def check_positions(self, what: str, seqs: Sequence[int], starts: Sequence[int]) -> None:
         """Raises `PositionError` for the first sequence that is not at the given start."""

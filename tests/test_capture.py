@@ -1,52 +1,20 @@
-"""What surrounds CUDA graphs, on the CPU: a stand-in for a graph calls again what it recorded, into the same memory."""
+"""What surrounds CUDA graphs, on the CPU, with stand-ins for these."""
 
 import pytest
+import stand_in_graphs
 import torch
+from stand_in_graphs import Again
 from tiny import Toy, poison, tiny_config
 
-from dflash2.append import append_rows_on_device
-from dflash2.capture import CapturedDrafting, _Graph
 from dflash2.testing import cpu_as_device
 
 K, STARTS = 3, [3, 20, 9, 7]
 
 
-class Again:
-    """Replays by calling."""
-
-    def __init__(self, call, inputs, outputs):
-        self.call, self.inputs, self.outputs = call, inputs, outputs
-
-    def replay(self):
-        new = self.call(**self.inputs)
-        if new is not None:
-            for name in ("tokens", "candidates", "q", "valid"):
-                if getattr(new, name) is not None:
-                    getattr(self.outputs, name).copy_(getattr(new, name))
-
-
 @pytest.fixture
 def capture(monkeypatch):
     """``capture(toy, kv, sizes)`` as `DFlash2Drafter.capture` does it."""
-
-    def recorded(self, call, inputs, padding):
-        outputs = call(**inputs)
-        given = {n: t for n, t in inputs.items() if t is not None}
-        return _Graph(Again(call, inputs, outputs), given, outputs, padding)
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(CapturedDrafting, "_capture", recorded)
-
-    def capture(toy, kv, sizes):
-        drafter = toy.drafter
-        kv.captured = CapturedDrafting(
-            drafter._captured_weights(),
-            lambda **inputs: drafter._draft(kv, K, drafter._most_context(kv), **inputs),
-            lambda **inputs: append_rows_on_device(drafter, kv, **inputs),
-            sizes, K, torch.empty(0, toy.tap_width), kv.padding_slot,
-        )  # fmt: skip
-
-    return capture
+    return lambda toy, kv, sizes: stand_in_graphs.capture(monkeypatch, toy.drafter, kv, sizes, K)
 
 
 def filled(toy):
@@ -83,32 +51,46 @@ def test_batches_of_every_size_in_larger_graphs(capture, temperature):
     assert same(propose(3), plain[2])
 
 
-def test_rounds_store_what_calls_store(capture):
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_rounds_store_and_draft_what_calls_do(capture, temperature):
     """Ragged lengths, rejected suffixes, a batch that shrinks and grows; rows that fill up a graph go nowhere."""
-    toy, states = Toy(tiny_config()), []
+    toy, states, drafts = Toy(tiny_config()), [], []
     rounds = [
         (4, [4, 4, 4, 4], [1, 4, 2, 3]),
         (2, [4, 2], [2, 2]),
         (3, [1, 4, 3], [1, 0, 3]),
         (4, [2, 1, 1, 1], [2, 1, 1, 1]),
     ]
-    for captured in (False, True):
+    for way in ("calls", "graphs", "one graph"):
         kv, seqs = filled(toy)
         kv.reserve(seqs, [s + 20 for s in STARTS])
-        if captured:
+        if way != "calls":
             capture(toy, kv, (2, 4))
-        position = torch.tensor(STARTS)
+        position, made, before = torch.tensor(STARTS), [], Again.replays
         with cpu_as_device():
             for step, (n, lengths, valid) in enumerate(rounds):
                 taps = torch.cat([toy.taps(9 * step, 9 * step + length, i) for i, length in enumerate(lengths)])
-                toy.drafter.append(
-                    kv, seqs[:n], taps, position[:n], torch.tensor(lengths), valid_lengths=torch.tensor(valid)
-                )
+                append = kv, seqs[:n], taps, position[:n].clone(), torch.tensor(lengths), torch.tensor(valid)
                 position[:n] += torch.tensor(valid)
-                assert toy.drafter.propose(kv, seqs[:n], torch.arange(n), position[:n], K).valid.all()
+                heat = torch.full((n,), temperature) if temperature else 0.0
+                drafting = {"temperature": heat, "generator": torch.Generator().manual_seed(step)}
+                if way == "one graph":
+                    made.append(toy.drafter.append_and_propose(*append, torch.arange(n), K, **drafting))
+                else:
+                    toy.drafter.append(*append)
+                    made.append(toy.drafter.propose(kv, seqs[:n], torch.arange(n), position[:n], K, **drafting))
+                assert made[-1].valid.all()
+        assert Again.replays - before == {"calls": 0, "graphs": 8, "one graph": 4}[way]
         assert kv.faults.tolist() == [0] * 8
         states.append([kv.export_state(q) for q in seqs])
-    for a, b in zip(*states, strict=True):
+        drafts.append(made)
+    for a, b in ((0, 1), (1, 2)):
+        assert all(same(x, y) for x, y in zip(drafts[a], drafts[b], strict=True))
+        assert_same_states(states[a], states[b])
+
+
+def assert_same_states(some, others):
+    for a, b in zip(some, others, strict=True):
         assert torch.equal(a.positions, b.positions)
         assert torch.equal(a.keys, b.keys)
         assert torch.equal(a.values, b.values)
@@ -121,3 +103,39 @@ def test_graphs_end_when_what_they_read_moves(capture):
     assert toy.drafter._captured(kv) is kv.captured
     toy.drafter.bind_target(toy.embed.clone(), toy.head)
     assert toy.drafter._captured(kv) is None
+
+
+def test_a_round_that_no_graph_holds_does_nothing(capture):
+    toy = Toy(tiny_config())
+    kv, seqs = filled(toy)
+    kv.reserve(seqs, [s + 20 for s in STARTS])
+    before = kv.next.clone()
+
+    def round_(n, k=K):
+        with cpu_as_device():
+            numbers = torch.tensor(STARTS[:n]), torch.ones(n, dtype=torch.int64), torch.ones(n, dtype=torch.int64)
+            taps = torch.cat([toy.taps(STARTS[i], STARTS[i] + 1, i) for i in range(n)])
+            return toy.drafter.append_and_propose(kv, seqs[:n], taps, *numbers, torch.arange(n), k)
+
+    assert round_(2) is None  # no graphs at all
+    capture(toy, kv, (2,))
+    assert round_(3) is None
+    assert round_(2, K - 1) is None
+    assert torch.equal(kv.next, before)
+    assert [kv.span(q)[1] for q in seqs] == STARTS
+    assert round_(2).valid.all()
+
+
+def test_a_sequence_that_cannot_draft_has_tokens_0_in_a_round(capture):
+    toy = Toy(tiny_config())
+    kv, seqs = filled(toy)
+    kv.reserve(seqs, [s + 20 for s in STARTS])
+    capture(toy, kv, (4,))
+    ones = torch.ones(4, dtype=torch.int64)
+    with cpu_as_device():
+        starts = torch.tensor(STARTS) + torch.tensor([0, 1, 0, 0])
+        taps = torch.cat([toy.taps(s, s + 1, i) for i, s in enumerate(STARTS)])
+        out = toy.drafter.append_and_propose(kv, seqs, taps, starts, ones, ones, torch.tensor([1, 1, -1, 1]), K)
+    assert out.valid.tolist() == [True, False, False, True]
+    assert not out.tokens[1:3].any()
+    assert kv.faults.sum() == 1

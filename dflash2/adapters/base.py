@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from dflash2.adapters.chunks import Chunk, Drafts, Live
 from dflash2.adapters.contexts import DraftCounters, RequestContexts
 from dflash2.drafter import DFlash2Drafter
-from dflash2.positions import upload
+from dflash2.positions import LastUpload, upload
 from dflash2.proposal import Proposal
 from dflash2.window_kv import WindowKV
 
@@ -92,7 +92,8 @@ class RequestDrafter:
         drafter.check_propose(self.k)
         self.kv: WindowKV = drafter.new_kv(max_requests, max_tokens, page_size, prefix_store_bytes)
         self.counters = DraftCounters()
-        self._invalid = torch.zeros((), dtype=torch.int64, device=drafter.device)
+        self._asked, self._valid = 0, torch.zeros(max_requests, dtype=torch.int64, device=drafter.device)
+        self._lengths = LastUpload(drafter.device)
         self.contexts = RequestContexts(self.kv, max_tokens)
 
     @property
@@ -103,7 +104,7 @@ class RequestDrafter:
     @property
     def invalid(self) -> int:
         """Rounds in which a request could not draft (see `Proposal.valid`). Waits for the device."""
-        return int(self._invalid)
+        return self._asked - int(self._valid.sum())
 
     def forget(self, requests: Collection[Hashable]) -> None:
         """These ids are finished, aborted, or about to name something else. Unknown ones are fine."""
@@ -168,6 +169,8 @@ class RequestDrafter:
             RanksParted: with ``agree``, where a pass failed in this process and perhaps in no other.
         """
         self.counters.steps += 1
+        if live is not None and (drafts := self._round(chunks, taps, generator, live)) is not None:
+            return drafts
         ends = accumulate(c.rows for c in chunks)
         placed = [_Placed(c, i, end - c.rows, end) for i, (c, end) in enumerate(zip(chunks, ends, strict=True))]
         busy = {c.request for c in chunks}
@@ -199,6 +202,10 @@ class RequestDrafter:
         drafting = [p for p in placed if p.index in there and p.chunk.anchor is not None]
         return self._draft(len(placed), drafting, generator, live)
 
+    def lengths(self, rows: list[int]) -> Tensor:
+        """Numbers of rows on the device, int64 ``[R]``, not to be written to."""
+        return self._lengths(rows)
+
     def vote(self, here: list[bool]) -> list[bool]:
         """Which requests of a step can draft in all processes. An engine whose step fails before `step` could say it
         says so here, for all of its requests: the others wait for it.
@@ -210,6 +217,25 @@ class RequestDrafter:
         return here if self.agree is None else self.agree(here)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _round(
+        self, chunks: Sequence[Chunk], taps: Tensor, generator: torch.Generator | None, live: Live
+    ) -> Drafts | None:
+        """The usual step: all requests go on, and one launch takes their rows and drafts. None where that cannot be."""
+        seqs, rows = [self.contexts.going_on(c) for c in chunks], [c.rows for c in chunks]
+        if self.agree is not None or not seqs or None in seqs:
+            return None
+        try:
+            proposal = self.drafter.append_and_propose(
+                self.kv, cast(list[int], seqs), taps[: sum(rows)], live.starts, self.lengths(rows), live.valid,
+                live.anchors, self.k, 0.0 if live.temperature is None else live.temperature, generator,
+            )  # fmt: skip
+        except Exception:  # noqa: BLE001  as in `_each`: one by one it is seen whose it is
+            return None
+        if proposal is None:
+            return None
+        self._count([proposal])
+        return Drafts.whole(proposal)
 
     def _everywhere(self, placed: list[_Placed], here: set[int]) -> set[int]:
         """Places of requests that can draft in all processes. Those that can only here lose their context as well."""
@@ -235,9 +261,9 @@ class RequestDrafter:
         )
 
     def _append_live(self, some: list[_Placed], taps: Tensor, live: Live) -> None:
-        seqs, counts = [self.contexts[p.chunk.request] for p in some], [p.chunk.rows for p in some]
+        seqs, lengths = [self.contexts[p.chunk.request] for p in some], self.lengths([p.chunk.rows for p in some])
         pick = _picker([p.index for p in some], live.starts)
-        self.drafter.append(self.kv, seqs, _rows(some, taps), pick(live.starts), counts, pick(live.valid))
+        self.drafter.append(self.kv, seqs, _rows(some, taps), pick(live.starts), lengths, pick(live.valid))
 
     def _draft(
         self, count: int, drafting: list[_Placed], generator: torch.Generator | None, live: Live | None
@@ -268,12 +294,17 @@ class RequestDrafter:
                 raise RanksParted(f"drafting failed on this rank: {type(e).__name__}: {e}") from e
             parts.append((indices, proposal))
 
-        made = self._each("propose", drafting, propose)
-        self.counters.rounds += len(made)
-        self.counters.proposed += len(made) * self.k
-        for _, proposal in parts:
-            self._invalid += (~proposal.valid).sum()
+        self._each("propose", drafting, propose)
+        self._count([proposal for _, proposal in parts])
         return Drafts.joined(count, self.k, self.drafter.config, self.kv.device, parts)
+
+    def _count(self, proposals: Sequence[Proposal]) -> None:
+        for p in proposals:
+            requests = len(p.valid)
+            self.counters.rounds += requests
+            self.counters.proposed += requests * self.k
+            self._asked += requests
+            self._valid[:requests] += p.valid
 
     def _each(self, what: str, items: list[_Placed], call: Callable[[list[_Placed]], None]) -> list[_Placed]:
         """``call(items)``; if that fails, one by one: what is wrong with one request costs its own drafts only."""
@@ -293,7 +324,8 @@ class RequestDrafter:
         kind = type(error).__name__
         self.counters.failures[kind] += 1
         if self.counters.failures[kind] <= LOGGED:
-            _log.warning("no drafts for request %s, %s at %d: %s: %s", chunk.request, what, chunk.start, kind, error)
+            where = "the device's position" if chunk.moved else chunk.start
+            _log.warning("no drafts for request %s, %s at %s: %s: %s", chunk.request, what, where, kind, error)
 
 
 def _rows(some: list[_Placed], taps: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from dflash2.config import DFlash2Config
 from dflash2.positions import upload
 from dflash2.proposal import Proposal
 
-__all__ = ["Chunk", "Drafts", "Live"]
+__all__ = ["Chunk", "Drafts", "Live", "moved_chunk"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Chunk:
         temperature: of the drafts; <= 0 is greedy.
         prefix: gives the ids of positions 0 .. start-1; only called when the request begins or jumps, and there is a
             prefix store.
-        moved: only the device knows where the request is now (`Live`); start and valid are what the host last knew.
+        moved: only the device knows where the request is now (`Live`), and how many rows count; start and valid are
+            not looked at.
     """
 
     request: Hashable
@@ -42,6 +44,12 @@ class Chunk:
     temperature: float = 0.0
     prefix: Callable[[], Sequence[int]] | None = None
     moved: bool = False
+
+
+@lru_cache(4096)
+def moved_chunk(request: Hashable, rows: int, drafting: bool = True) -> Chunk:
+    """Of a request that goes on where only the device knows: one object for all of its steps."""
+    return Chunk(request, 0, (), rows, rows, 0 if drafting else None, moved=True)
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Drafts:
         k: int,
         config: DFlash2Config,
         device: torch.device,
-        parts: Sequence[tuple[list[int], Proposal]],
+        parts: Sequence[tuple[Sequence[int], Proposal]],
     ) -> Drafts:
         """Of ``count`` requests, from proposals for some of them each.
 
@@ -91,9 +99,9 @@ class Drafts:
             device: of the results.
             parts: (places in the step, what was proposed for these).
         """
-        if len(parts) == 1 and len(parts[0][0]) == count and parts[0][1].q is None:  # the usual step: no copy
+        if len(parts) == 1 and len(parts[0][0]) == count:
             p = parts[0][1]
-            return cls(p.tokens.masked_fill(~p.valid[:, None], 0), p.valid, p.candidates, None)
+            return cls.whole(replace(p, tokens=p.tokens * p.valid[:, None]))
         tokens = torch.zeros(count, k, dtype=torch.int64, device=device)
         drafted = torch.zeros(count, dtype=torch.bool, device=device)
         candidates = q = None
@@ -105,12 +113,26 @@ class Drafts:
         for some, p in parts:
             index = upload(some, device)
             drafted[index] = p.valid
-            tokens[index] = p.tokens.masked_fill(~p.valid[:, None], 0)
+            tokens[index] = p.tokens * p.valid[:, None]
             if candidates is not None and p.candidates is not None:
                 candidates[index] = p.candidates.masked_fill(~p.valid[:, None, None], 0)
             if q is not None:
                 q[index] = torch.where(p.valid[:, None, None], _distribution(p, config.vocab_size), q[index])
         return cls(tokens, drafted, candidates, q)
+
+    @classmethod
+    def whole(cls, p: Proposal) -> Drafts:
+        """Of a proposal for all requests of a step: the usual one, in few launches.
+
+        Args:
+            p: its tokens are 0 where it is not valid.
+        """
+        if p.q is None:
+            return cls(p.tokens, p.valid, p.candidates, None)
+        valid = p.valid[:, None, None]
+        q = torch.where(valid, p.q, 0.0)
+        q[..., 0] += ~p.valid[:, None]
+        return cls(p.tokens, p.valid, None if p.candidates is None else p.candidates * valid, q)
 
     def dense_q(self, vocab_size: int) -> Tensor:
         """fp32 ``[R, k, vocab_size]``: the distribution that each token was drawn from, one-hot where it was not drawn.

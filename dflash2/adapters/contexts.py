@@ -112,6 +112,14 @@ class RequestContexts:
         self.forget([chunk.request])
         return False
 
+    def going_on(self, chunk: Chunk) -> int | None:
+        """The sequence of a request that moved, drafts, and needs nothing before; else None."""
+        seq = self._open.get(chunk.request)
+        if not chunk.moved or chunk.anchor is None or seq not in self._reserved:
+            return None
+        self._open.move_to_end(chunk.request)
+        return seq
+
     def _reserve(self, seq: int) -> None:
         """All pages that it may ever need: once per request, and nothing is left to do when it moves on."""
         if seq not in self._reserved:

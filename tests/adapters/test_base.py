@@ -7,13 +7,15 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import stand_in_graphs
 import torch
 from adapters.scripted import Request, ScriptedEngine, texts
+from stand_in_graphs import Again
 from tiny import FULL, SLIDING, tiny_config
 
 from dflash2 import DFlash2Drafter
 from dflash2.adapters.base import RequestDrafter
-from dflash2.adapters.chunks import Chunk, Live
+from dflash2.adapters.chunks import Chunk, Live, moved_chunk
 from dflash2.testing import NoHostReads, cpu_as_device
 
 V, PAGE = 37, 4
@@ -253,10 +255,13 @@ def as_live(under_test: RequestDrafter, requests: dict[str, Request]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_positions_on_the_device_draft_the_same(kind):
+@pytest.mark.parametrize("graphs", [(), (1, 2), (3,)], ids=str)
+def test_positions_on_the_device_draft_the_same(kind, graphs, monkeypatch):
     """Hits, chunked prompts, rejections, preemption, resumption; nothing is read back while requests go on."""
     made = drafter(kind)
     under_test = adapter(made)
+    if graphs:
+        stand_in_graphs.capture(monkeypatch, made, under_test.kv, graphs, under_test.k)
     pool = [Request(f"r{i}", t, max(1, len(t) - 9)) for i, t in enumerate(texts(7, 6, V - 1, 12, 20))]
     step, exact = as_live(under_test, {r.name: r for r in pool})
     host = engine(under_test, chunk=5)
@@ -283,6 +288,7 @@ def test_positions_on_the_device_draft_the_same(kind):
             running.append(new)
     assert all(r.done for r in pool)
     assert host.checked > 20
+    assert under_test.counters.rounds >= host.checked
     assert under_test.invalid == 0
     assert not under_test.counters.failures
     assert under_test.kv.pages_in_use == 0
@@ -298,6 +304,70 @@ def test_a_request_that_moved_without_a_context_goes_without_drafts():
     assert out.drafted.tolist() == [False]
     assert under_test.counters.unknown == 1
     assert not under_test.counters.failures
+
+
+def moving(under_test: RequestDrafter, names: str, taps: torch.Tensor, starts: list[int], rows: int = 2):
+    """A step of requests that go on, two rows each, of which one counts."""
+    ids = torch.tensor
+    live = Live(ids(starts), ids([1] * len(names)), ids([5] * len(names)))
+    with cpu_as_device():
+        return under_test.step([moved_chunk(n, rows) for n in names], taps, live=live)
+
+
+def test_a_usual_step_is_one_launch(monkeypatch):
+    """Which requests go on in one graph, and what takes a step out of it: a beginner, or one that does not draft."""
+    made, alone = drafter(), drafter()
+    under_test, reference = adapter(made), adapter(alone)
+    stand_in_graphs.capture(monkeypatch, made, under_test.kv, (2,), under_test.k)
+    first, later = torch.randn(6, 32), torch.randn(3, 4, 32)
+    replays = []
+    for core in (under_test, reference):
+        core.step([chunk("a", 0, 3), chunk("b", 0, 3)], first)
+        moving(core, "ab", later[0], [3, 3])  # their pages are reserved here
+    for i in (1, 2):
+        before = Again.replays
+        out, expected = (moving(core, "ab", later[i], [3 + i, 3 + i]) for core in (under_test, reference))
+        replays.append(Again.replays - before)
+        assert torch.equal(out.tokens, expected.tokens)
+        assert torch.equal(out.candidates, expected.candidates)
+        assert out.drafted.all()
+    assert replays == [1, 1]
+    assert under_test.counters == reference.counters
+    with cpu_as_device():
+        live = Live(torch.tensor([6, 6]), torch.tensor([1, 1]), torch.tensor([5, 5]))
+        out = under_test.step([moved_chunk("a", 2), moved_chunk("b", 2, drafting=False)], later[0], live=live)
+    assert out.drafted.tolist() == [True, False]
+
+
+def test_a_round_that_fails_costs_nobody_else_drafts(monkeypatch):
+    """The launch of all fails: the step is made as if there were none."""
+    made = drafter()
+    under_test = adapter(made)
+    stand_in_graphs.capture(monkeypatch, made, under_test.kv, (2,), under_test.k)
+    under_test.step([chunk("a", 0, 3), chunk("b", 0, 3)], torch.randn(6, 32))
+    moving(under_test, "ab", torch.randn(4, 32), [3, 3])
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no graphs today")
+
+    monkeypatch.setattr(under_test.kv.captured, "round", broken)
+    assert moving(under_test, "ab", torch.randn(4, 32), [4, 4]).drafted.all()
+    assert not under_test.counters.failures
+    assert under_test.kv.next[:2].sum() == 10
+
+
+def test_a_step_of_sampled_drafts_for_all_is_one_hot_where_there_are_none():
+    under_test = adapter(drafter())
+    taps = torch.randn(6, 32)
+    taps[3:] = float("nan")
+    chunks = [chunk("hot", 0, 3, temperature=1.3), chunk("sick", 0, 3, temperature=1.3)]
+    out = under_test.step(chunks, taps, torch.Generator().manual_seed(5))
+    assert out.drafted.tolist() == [True, False]
+    assert not out.tokens[1].any()
+    dense = out.dense_q(V)
+    torch.testing.assert_close(dense.sum(-1), torch.ones(2, under_test.k))
+    assert (dense[1, :, 0] == 1).all()
+    assert (dense[0].gather(-1, out.tokens[0, :, None]) > 0).all()
 
 
 def test_a_warm_up_leaves_nothing_behind(monkeypatch, caplog):

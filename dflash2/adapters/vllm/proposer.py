@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dflash2.adapters.base import RequestDrafter
-from dflash2.adapters.chunks import Chunk, Drafts, Live
+from dflash2.adapters.chunks import Chunk, Drafts, Live, moved_chunk
 from dflash2.adapters.guard import StepGuard
 from dflash2.adapters.versions import VLLM
 from dflash2.adapters.vllm.core import make_core, own_noise
@@ -98,12 +99,14 @@ class Proposing:
             # Those of M-RoPE are equal for text.
             positions = target_positions[0] if target_positions.dim() > 1 else target_positions
             heat = sampling_metadata.temperature if self._enable_probabilistic_draft_probs else None
-            where = _where(common_attn_metadata, positions, next_token_ids, num_rejected_tokens_gpu, heat)
+            bounds = common_attn_metadata.query_start_loc_cpu[: common_attn_metadata.num_reqs + 1].tolist()
+            lengths = core.lengths([end - first for first, end in pairwise(bounds)])
+            where = _where(common_attn_metadata, positions, lengths, next_token_ids, num_rejected_tokens_gpu, heat)
             if self.live:
-                chunks, live = self._live_chunks(common_attn_metadata), where
+                chunks, live = self._live_chunks(bounds), where
             else:
-                chunks, live = self._host_chunks(target_token_ids, common_attn_metadata, where), None
-            drafts = core.step(chunks, target_hidden_states[: sum(c.rows for c in chunks)], self.noise, live)
+                chunks, live = self._host_chunks(target_token_ids, bounds, where), None
+            drafts = core.step(chunks, target_hidden_states, self.noise, live)
             if heat is not None and drafts.q is not None:
                 vocabulary = self.vllm_config.model_config.get_vocab_size()
                 self._last_draft_probs = drafts.dense_q(vocabulary)[:, :num_speculative_tokens].contiguous()
@@ -112,10 +115,9 @@ class Proposing:
         drafts = self.guard.run(step, common_attn_metadata.num_reqs, core)
         return drafts.tokens[:, :num_speculative_tokens].contiguous()
 
-    def _host_chunks(self, tokens: Tensor, common: Any, where: Live) -> list[Chunk]:
+    def _host_chunks(self, tokens: Tensor, bounds: list[int], where: Live) -> list[Chunk]:
         """One per request, in the batch's order, where nothing has to be waited for."""
-        batch, count = self.runner.input_batch, common.num_reqs
-        bounds = common.query_start_loc_cpu[: count + 1].tolist()
+        batch, count = self.runner.input_batch, len(bounds) - 1
         starts, valid, anchors = where.starts.tolist(), where.valid.tolist(), where.anchors.tolist()
         heat = [0.0] * count if where.temperature is None else where.temperature.tolist()
         ids, unfinished = tokens[: bounds[-1]].tolist(), self.runner.discard_request_mask.np[:count].tolist()
@@ -133,24 +135,25 @@ class Proposing:
             for i in range(count)
         ]
 
-    def _live_chunks(self, common: Any) -> list[Chunk]:
+    def _live_chunks(self, bounds: list[int]) -> list[Chunk]:
         """The same where positions after the prompt are the device's: prompts, and resumed requests, are exact."""
-        batch, count = self.runner.input_batch, common.num_reqs
-        bounds = common.query_start_loc_cpu[: count + 1].tolist()
+        batch, count = self.runner.input_batch, len(bounds) - 1
         starts, prompts = batch.num_computed_tokens_cpu[:count].tolist(), batch.num_prompt_tokens[:count].tolist()
         unfinished, made = self.runner.discard_request_mask.np[:count].tolist(), []
         for i, request in enumerate(batch.req_ids[:count]):
-            rows, exact = bounds[i + 1] - bounds[i], starts[i] < prompts[i] or request in self.resumed
+            rows = bounds[i + 1] - bounds[i]
+            if starts[i] >= prompts[i] and request not in self.resumed:
+                made.append(moved_chunk(request, rows, not unfinished[i]))
+                continue
             made.append(
                 Chunk(
                     request=request,
                     start=starts[i],
-                    tokens=_known(batch, i, starts[i], starts[i] + rows) if exact else [],
+                    tokens=_known(batch, i, starts[i], starts[i] + rows),
                     rows=rows,
                     valid=rows,
                     anchor=None if unfinished[i] else 0,
                     prefix=partial(_known, batch, i, 0, starts[i]),
-                    moved=not exact,
                 )
             )
         self.resumed.clear()
@@ -158,16 +161,15 @@ class Proposing:
 
 
 def _where(
-    common: Any, positions: Tensor, next_ids: Tensor, rejected: Tensor | None, temperature: Tensor | None
-) -> Live:
-    """Where the requests of a step are, as vLLM has it on the device."""
-    count = common.num_reqs
-    bounds = common.query_start_loc[: count + 1].long()
-    valid = bounds.diff()
-    if rejected is not None:
-        valid = valid - rejected[:count]
+    common: Any, positions: Tensor, lengths: Tensor, next_ids: Tensor, rejected: Tensor | None,
+    temperature: Tensor | None,
+) -> Live:  # fmt: skip
+    """Where the requests of a step are, as vLLM has it on the device, in few launches."""
+    count = len(lengths)
+    valid = lengths if rejected is None else lengths - rejected[:count]
     heat = None if temperature is None else temperature[:count].float()
-    return Live(positions[bounds[:-1]].long(), valid, next_ids[:count].long(), heat)
+    starts = positions.index_select(0, common.query_start_loc[:count])
+    return Live(starts.long(), valid, next_ids[:count].long(), heat)
 
 
 def _known(batch: Any, row: int, first: int, end: int) -> list[int]:

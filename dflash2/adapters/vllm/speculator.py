@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash2.adapters.base import RequestDrafter
-from dflash2.adapters.chunks import Chunk, Drafts, Live
+from dflash2.adapters.chunks import Chunk, Drafts, Live, moved_chunk
 from dflash2.adapters.guard import StepGuard
 from dflash2.adapters.versions import VLLM
 from dflash2.adapters.vllm.core import make_core, own_noise
@@ -109,22 +109,20 @@ class Speculating:
             self.guard.note(self._rehearse, aux_hidden_states)
             return torch.zeros(count, core.k, dtype=torch.int64, device=self.device)
 
-        slots = input_batch.idx_mapping[:count].long()
-        heat = None if self.draft_logits is None else temperature[slots].float()
+        slots = input_batch.idx_mapping[:count]
+        heat = None if self.draft_logits is None else temperature.index_select(0, slots).float()
 
         def step() -> Drafts:
-            bounds = input_batch.query_start_loc[: count + 1].long()
+            rows = input_batch.num_scheduled_tokens[:count].tolist()
             live = Live(
-                starts=input_batch.positions[bounds[:-1]].long(),
-                valid=bounds.diff() - num_rejected[:count],
-                anchors=last_sampled.view(-1)[slots].long(),
+                starts=input_batch.positions.index_select(0, input_batch.query_start_loc[:count]).long(),
+                valid=core.lengths(rows) - num_rejected[:count],
+                anchors=last_sampled.view(-1).index_select(0, slots).long(),
                 temperature=heat,
             )
-            rows = int(input_batch.query_start_loc_np[count])
-            taps = torch.cat([t[:rows] for t in aux_hidden_states], dim=-1)
-            return core.step(
-                self._chunks(input_batch, kwargs.get("num_speculative_tokens") != 0), taps, self.noise, live
-            )
+            taps = torch.cat([t[: sum(rows)] for t in aux_hidden_states], dim=-1)
+            chunks = self._chunks(input_batch, rows, kwargs.get("num_speculative_tokens") != 0)
+            return core.step(chunks, taps, self.noise, live)
 
         drafts = self.guard.run(step, count, core)
         if self.draft_logits is not None:  # after a failure too: older ones do not belong to the tokens of now
@@ -136,7 +134,7 @@ class Speculating:
         log_q = drafts.dense_q(logits.shape[-1]).log()
         if hasattr(type(self), "draft_logits_spec"):  # from 0.32 on it divides them by the temperature itself
             log_q = log_q * torch.where(temperature > 0, temperature, 1.0)[:, None, None]
-        logits[slots] = log_q.to(logits.dtype)
+        logits[slots.long()] = log_q.to(logits.dtype)
 
     def _rehearse(self, aux_hidden_states: list[Tensor]) -> None:
         """The first dummy run is vLLM's measurement of memory: the most that a step of ours takes belongs into it."""
@@ -144,23 +142,24 @@ class Speculating:
             self._warm = True
             self.core.warm_up(torch.cat(aux_hidden_states, dim=-1))
 
-    def _chunks(self, batch: Any, drafting: bool) -> list[Chunk]:
+    def _chunks(self, batch: Any, rows: list[int], drafting: bool) -> list[Chunk]:
         """One per request, in the batch's order. While a prompt is computed its position is known here, later not."""
-        starts, rows = batch.num_computed_tokens_np.tolist(), batch.num_scheduled_tokens.tolist()
-        ends, prefilling = batch.prefill_len_np.tolist(), batch.is_prefilling_np.tolist()
-        made = []
+        starts, ends = batch.num_computed_tokens_np.tolist(), batch.prefill_len_np.tolist()
+        prefilling, made = batch.is_prefilling_np.tolist(), []
         for i, request in enumerate(batch.req_ids[: batch.num_reqs]):
+            if not prefilling[i]:
+                made.append(moved_chunk(request, rows[i], drafting))
+                continue
             prompt: Sequence[int] = self._prompts.get(request, ())
             made.append(
                 Chunk(
                     request=request,
                     start=starts[i],
-                    tokens=prompt[starts[i] : starts[i] + rows[i]] if prefilling[i] else (),
+                    tokens=prompt[starts[i] : starts[i] + rows[i]],
                     rows=rows[i],
                     valid=rows[i],
                     anchor=None if starts[i] + rows[i] < ends[i] or not drafting else 0,
                     prefix=partial(_head, prompt, starts[i]),
-                    moved=not prefilling[i],
                 )
             )
         return made
