@@ -180,7 +180,7 @@ def _project(
     counts = [len(r) for r in rows]
     if sum(counts) <= CHUNK_ROWS:
         positions = torch.cat([torch.arange(a, a + n) for a, n in zip(firsts, counts, strict=True)])
-        keys, values = network.context_rows(_joined(rows), positions.to(kv.device))
+        keys, values = network.context_rows(_joined(rows), upload(positions, kv.device))
         return ([pair] for pair in zip(keys.split(counts, 1), values.split(counts, 1), strict=True))
     return (_chunks(network, kv, r, first) for r, first in zip(rows, firsts, strict=True))
 

@@ -347,8 +347,16 @@ class DFlash2Drafter(DraftNetwork):
             )
 
     def _captured_weights(self) -> list[Tensor]:
-        """Tensors whose address changes when what a graph reads is moved, quantised or bound anew."""
-        linears = [m.weight for layer in self.draft_layers for m in (layer.self_attn.q_proj, layer.mlp.down_proj)]
+        """Tensors whose address changes when what a graph reads is moved, quantised or bound anew.
+
+        Every call asks, so the layers are looked up in their parents' tables: `nn.Module` takes ten times as long.
+        """
+        layers: Any = self.layers._modules.values()
+        linears = [
+            part._modules[name].weight
+            for layer in layers
+            for part, name in ((layer._modules["self_attn"], "q_proj"), (layer._modules["mlp"], "down_proj"))
+        ]
         head = [t for t in (getattr(self._head[0], "weight", None),) if isinstance(t, Tensor)]
         return [self.norm.weight, self.fc.weight, self._embedding[0], *linears, *head]
 

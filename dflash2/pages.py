@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dflash2.errors import CapacityError
+from dflash2.positions import upload
 
 __all__ = ["PagePool"]
 
@@ -106,13 +107,13 @@ class PagePool:
             )
         pages = [self._free_pages.pop() for _ in wanted]
         if pages:
-            where = torch.tensor([(*key, page) for key, page in zip(wanted, pages, strict=True)]).to(self.device)
-            self.tags.view(-1, self.page_size)[where[:, 2]] = NOT_STORED
-            self.page_table[where[:, 0], where[:, 1]] = where[:, 2]
+            slots, places, pages_there = upload([*zip(*wanted, strict=True), pages], self.device)
+            self.tags.view(-1, self.page_size)[pages_there] = NOT_STORED
+            self.page_table[slots, places] = pages_there
         return pages
 
     def _give_back(self, slot: int, pages: dict[int, int]) -> None:
         """Take pages (place -> page) from a slot."""
         if pages:
-            self.page_table[slot, torch.tensor(list(pages), device=self.device)] = NOT_STORED
+            self.page_table[slot, upload(list(pages), self.device)] = NOT_STORED
             self._free_pages.extend(pages.values())

@@ -118,9 +118,9 @@ def host_integers(name: str, values: Sequence[int] | Tensor, count: int) -> list
     return [whole_number(name, v) for v in found]
 
 
-def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
+def upload(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     """int64 on the device, in one copy that does not wait for what is queued there."""
-    host = torch.tensor(numbers, dtype=torch.int64)
+    host = torch.as_tensor(numbers, dtype=torch.int64)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

@@ -18,7 +18,7 @@ from dflash2.config import DFlash2Config
 from dflash2.errors import CapacityError, PositionError
 from dflash2.ops.place_rows import RowPool
 from dflash2.pages import NOT_STORED, PagePool
-from dflash2.positions import LastUpload, as_list, integer_ids, is_integer, whole_number
+from dflash2.positions import LastUpload, as_list, integer_ids, is_integer, upload, whole_number
 from dflash2.prefix_store import PrefixStore, TokenChain
 from dflash2.sequence_state import SequenceState
 from dflash2.spans import Spans, cut, merge, runs
@@ -365,10 +365,12 @@ class WindowKV(PagePool):
         """The sequence with next and spans read back if the device has moved them."""
         s = self._get(seq)
         if s.stale:
-            s.next = int(self.next[s.slot])
-            positions = torch.arange(max(0, s.next - self.ring), s.next, device=self.device)
-            there = self.tags[self.rows(self._slots(s, len(positions)), positions)] == positions
-            s.spans, s.stale = runs(positions[there].tolist()), False
+            tags = self.tags.view(-1, self.page_size)[self.page_table[s.slot]].flatten()
+            told = torch.cat((self.next[s.slot, None], tags)).cpu()  # one wait
+            s.next, tags = int(told[0]), told[1:]
+            there = (tags >= s.next - self.ring) & (tags < s.next) & (tags >= 0)
+            there &= tags % self.ring == torch.arange(self.ring)
+            s.spans, s.stale = runs(tags[there].sort().values.tolist()), False
         return s
 
     def _check_fits(self, seq: int, s: _Sequence, end: int) -> None:
@@ -416,7 +418,7 @@ class WindowKV(PagePool):
         """Make rows ``[first, end)`` unreadable, so that they cannot match when the position is reached again."""
         dropped = cut(s.spans, first, end)
         if dropped:
-            positions = torch.cat([torch.arange(a, b) for a, b in dropped]).to(self.device)
+            positions = upload(torch.cat([torch.arange(a, b) for a, b in dropped]), self.device)
             self.tags[self.rows(self._slots(s, len(positions)), positions)] = NOT_STORED
             s.spans = merge([*cut(s.spans, 0, first), *cut(s.spans, end, s.next)])
 
@@ -430,7 +432,7 @@ class WindowKV(PagePool):
         first, end = max(found[0][0] * self.page_size, s.next - self.ring), (found[-1][0] + 1) * self.page_size
         end = min(end, s.next)
         self._own([(s, first, end)])
-        pages = torch.tensor([index for _, index in found], device=self.device)
+        pages = upload([index for _, index in found], self.device)
         inside = slice(first - found[0][0] * self.page_size, end - found[0][0] * self.page_size)
         positions = torch.arange(first, end, device=self.device)
         slots = self._slots(s, len(positions))

@@ -121,7 +121,7 @@ class Speculating:
                 temperature=heat,
             )
             taps = torch.cat([t[: sum(rows)] for t in aux_hidden_states], dim=-1)
-            chunks = self._chunks(input_batch, rows, kwargs.get("num_speculative_tokens") != 0)
+            chunks = self._chunks(input_batch, kwargs.get("num_speculative_tokens") != 0)
             return core.step(chunks, taps, self.noise, live)
 
         drafts = self.guard.run(step, count, core)
@@ -142,10 +142,11 @@ class Speculating:
             self._warm = True
             self.core.warm_up(torch.cat(aux_hidden_states, dim=-1))
 
-    def _chunks(self, batch: Any, rows: list[int], drafting: bool) -> list[Chunk]:
+    def _chunks(self, batch: Any, drafting: bool) -> list[Chunk]:
         """One per request, in the batch's order. While a prompt is computed its position is known here, later not."""
-        starts, ends = batch.num_computed_tokens_np.tolist(), batch.prefill_len_np.tolist()
-        prefilling, made = batch.is_prefilling_np.tolist(), []
+        starts, rows = batch.num_computed_tokens_np.tolist(), batch.num_scheduled_tokens.tolist()
+        ends, prefilling = batch.prefill_len_np.tolist(), batch.is_prefilling_np.tolist()
+        made = []
         for i, request in enumerate(batch.req_ids[: batch.num_reqs]):
             if not prefilling[i]:
                 made.append(moved_chunk(request, rows[i], drafting))
