@@ -32,8 +32,13 @@ def expected_tokens(rates: list[float], k: int) -> float:
     return 1 + sum(math.prod(rates[:i]) for i in range(1, k + 1))
 
 
-def decode(width: AutoWidth, cost: list[float], rates, tokens: int, rng: random.Random, requests: int = 1):
-    """Rounds until ``tokens`` per request: (widths, seconds, tokens). ``rates(n)``: acceptance after n tokens."""
+def decode(
+    width: AutoWidth, cost: list[float], rates, tokens: int, rng: random.Random, requests: int = 1, slower=lambda: 1.0
+):
+    """Rounds until ``tokens`` per request: (widths, seconds, tokens). ``rates(n)``: acceptance after n tokens.
+
+    ``slower()`` is what the clock makes of a round's cost; ``seconds`` is without it.
+    """
     acceptances, widths, seconds, made = [Acceptance() for _ in range(requests)], [], 0.0, 0.0
     while made < tokens:
         k = width.choose(acceptances, K)
@@ -43,11 +48,16 @@ def decode(width: AutoWidth, cost: list[float], rates, tokens: int, rng: random.
             while stood < k and rng.random() < rates(made)[stood]:
                 stood += 1
             accepted.append(stood)
-        width.observe(acceptances, k, accepted, cost[k])
+        width.observe(acceptances, k, accepted, cost[k] * slower())
         widths.append(k)
         seconds += cost[k]
         made += 1 + sum(accepted) / requests
     return widths, seconds, made
+
+
+def busy(rng: random.Random):
+    """The clock of a machine that others use too: 7 % of noise, and one round in fifty takes 1.5 to 3 times as long."""
+    return lambda: rng.lognormvariate(0, 0.07) * (rng.uniform(1.5, 3) if rng.random() < 0.02 else 1)
 
 
 # -- costs ----------------------------------------------------------------------------------------------------------
@@ -62,6 +72,9 @@ def test_a_cost_takes_two_measurements():
     costs.observe(1, 0, 0.1)
     assert costs.to_measure(1, K) == 0
     costs.observe(1, 0, 0.3)
+    assert costs.to_measure(1, K) == K // 2
+    for _ in range(2):
+        costs.observe(1, K // 2, 0.15)
     assert costs.to_measure(1, K) is None
     assert costs.seconds(1, K) == 0.2
     assert costs.seconds(1, 0) == 0.1
@@ -75,7 +88,7 @@ def test_widths_between_lie_on_the_line():
 
 def test_narrow_rounds_are_enough_for_narrow_choices():
     """A budget of four tokens never lets a round of seven run; beyond what was measured costs stay level."""
-    costs = learned(MACHINES["small CPU"], (0, 3))
+    costs = learned(MACHINES["small CPU"], (0, 1, 3))
     assert costs.to_measure(1, 3) is None
     assert costs.to_measure(1, 4) == 4
     assert costs.to_measure(1, 0) is None
@@ -83,7 +96,7 @@ def test_narrow_rounds_are_enough_for_narrow_choices():
 
 
 def test_batches_have_costs_of_their_own():
-    costs = learned(MACHINES["GPU"], (0, 7), requests=4)
+    costs = learned(MACHINES["GPU"], (0, 3, 7), requests=4)
     assert [costs.to_measure(n, K) for n in (1, 2, 3, 4, 5, 7, 8)] == [K, K, K, None, None, None, K]
 
 
@@ -142,9 +155,9 @@ def test_idle_rounds_let_bad_ones_fade():
 # -- widths ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_rounds_measure_the_widest_and_none():
+def test_the_first_rounds_measure_the_widest_none_and_half():
     widths, _, _ = decode(AutoWidth(RoundCosts()), MACHINES["small CPU"], lambda n: [1.0] * K, 40, random.Random(0))
-    assert widths == [7, 7, 0, 0, 7, 7, 7]
+    assert widths == [7, 7, 0, 0, 3, 3, 7, 7]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -169,6 +182,72 @@ def test_a_bad_drafter_costs_a_known_stake(machine, tokens):
         rates = [0.02 * seed] * K
         _, seconds, made = decode(width, cost, lambda n, r=rates: r, tokens, random.Random(seed))
         assert seconds <= cost[0] * made + STAKE_ROUNDS * cost[0] + STAKE_SHARE * seconds + 1e-9
+
+
+@pytest.mark.parametrize("machine", ["small CPU", "GPU", "uneven"])
+def test_a_good_text_survives_a_bad_start(machine):
+    """The first two rounds with drafts fail on a noisy clock, then drafts stand with 0.9: three of four are soon back.
+
+    Not all: in one of ten the third try fails too, and on the dearest machine noise alone can make it unaffordable.
+    """
+    cost, back = MACHINES[machine], 0
+    for seed in range(40):
+        text, clock = random.Random(seed), busy(random.Random(100 + seed))
+        width, acceptances, failed = AutoWidth(learned(cost, (0, 3, K))), [Acceptance()], 0
+        for _ in range(40):
+            k = width.choose(acceptances, K)
+            stood = 0
+            while failed >= 2 and stood < k and text.random() < 0.9:
+                stood += 1
+            failed += k > 0
+            width.observe(acceptances, k, [stood], cost[k] * clock())
+            if stood:
+                back += 1
+                break
+    assert back >= 30
+
+
+@pytest.mark.parametrize("machine", ["small CPU", "GPU", "uneven"])
+@pytest.mark.parametrize("slow", [1, 2])
+@pytest.mark.parametrize("after", [0, 1, 2, 10])
+def test_a_good_text_survives_slow_rounds(machine, slow, after):
+    """One or two rounds with drafts take thrice as long."""
+    cost = MACHINES[machine]
+    width, acceptances, widths, drafted = AutoWidth(learned(cost, (0, 3, K))), [Acceptance()], [], 0
+    for _ in range(40):
+        k = width.choose(acceptances, K)
+        hiccup = k > 0 and after <= drafted < after + slow
+        width.observe(acceptances, k, [min(k, 3)], cost[k] * (3 if hiccup else 1))
+        drafted += k > 0
+        widths.append(k)
+    assert widths.count(0) == 0, widths
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_drafts_stand_on_a_noisy_clock(machine):
+    """Costs wrongly measured let more than the stake be lost: 0.5 % of 128 tokens on average, 1.5 % in one of ten."""
+    cost, lost = MACHINES[machine], []
+    for seed in range(40):
+        width, clock = AutoWidth(learned(cost, (0, 3, K))), busy(random.Random(100 + seed))
+        _, seconds, made = decode(width, cost, lambda n: [0.0] * K, 128, random.Random(seed), 1, clock)
+        lost.append(seconds / (cost[0] * made) - 1)
+    stake = STAKE_ROUNDS / 128 + STAKE_SHARE
+    assert sum(lost) / len(lost) < stake + 0.005
+    assert sorted(lost)[35] < stake + 0.015
+
+
+@pytest.mark.parametrize("machine", ["small CPU", "GPU", "uneven"])
+def test_good_texts_keep_their_gain_on_a_noisy_clock(machine):
+    """Drafts that stand with 0.85: of 60 seeds the ninth tenth has 80 % of what the best width has on paper."""
+    cost = MACHINES[machine]
+    best = cost[0] * max(expected_tokens([0.85] * K, k) / cost[k] for k in range(K + 1))
+    gains = []
+    for seed in range(60):
+        width = AutoWidth(learned(cost, (0, 3, K)))
+        clock = busy(random.Random(100 + seed))
+        _, seconds, made = decode(width, cost, lambda n: [0.85] * K, 256, random.Random(seed), 1, clock)
+        gains.append(cost[0] * made / seconds)
+    assert sorted(gains)[6] > 0.8 * best, sorted(gains)[:8]
 
 
 def test_a_stake_is_the_batchs():
