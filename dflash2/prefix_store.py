@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,7 @@ __all__ = ["PrefixStore", "TokenChain"]
 
 
 def _digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    data = b"".join(int(t).to_bytes(8, "little", signed=True) for t in tokens)
-    return hashlib.blake2b(parent + data, digest_size=16).digest()
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 @dataclass
@@ -32,7 +32,7 @@ class TokenChain:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens, and the hashes of pages that are now whole."""
-        self.tokens.extend(int(t) for t in tokens)
+        self.tokens.extend(map(int, tokens))
         for page in range(len(self.digests), len(self.tokens) // self.page_size):
             self.digests.append(_digest(self.parent(page), self.page_tokens(page)))
 

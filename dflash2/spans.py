@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 __all__ = ["Spans", "cut", "merge", "runs"]
 
 Spans = list[tuple[int, int]]
@@ -26,4 +28,5 @@ def merge(spans: Spans) -> Spans:
 
 def runs(positions: list[int]) -> Spans:
     """Ascending positions as spans."""
-    return merge([(p, p + 1) for p in positions])
+    begins = [i for i, p in enumerate(positions) if i == 0 or p > positions[i - 1] + 1]
+    return [(positions[a], positions[b - 1] + 1) for a, b in pairwise([*begins, len(positions)])]
