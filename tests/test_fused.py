@@ -177,13 +177,14 @@ def test_replays_equal_calls(name):
 
 
 @pytest.mark.gpu
-def test_rounds_with_graphs_store_what_rounds_without_them_store():
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rounds_with_graphs_store_and_draft_what_rounds_without_them_do(temperature):
     """Row B163: a rollback between the replays; device positions, rejected suffixes, a batch that shrinks."""
     k, states = 3, []
-    for captured in (False, True):
+    for way in ("calls", "graphs", "one graph"):
         here = OnDevice(tiny_config(), "cuda")
         here.kv.reserve(here.seqs, [s + 24 for s in here.starts])
-        if captured:
+        if way != "calls":
             here.drafter.capture(here.kv, batch_sizes=(1, 4))
         position = torch.tensor(here.starts, device="cuda")
         seqs, tokens = list(here.seqs), []
@@ -191,21 +192,28 @@ def test_rounds_with_graphs_store_what_rounds_without_them_store():
             taps = torch.cat([here.toy.taps(step * 8, step * 8 + k + 1, i) for i in range(len(seqs))]).cuda()
             lengths = torch.full((len(seqs),), k + 1, device="cuda")
             valid = torch.tensor([1, 4, 2, 3][: len(seqs)], device="cuda")
-            here.drafter.append(here.kv, seqs, taps, position, lengths, valid)
-            position = position + valid
-            out = here.drafter.propose(here.kv, seqs, torch.arange(len(seqs), device="cuda"), position)
+            anchors = torch.arange(len(seqs), device="cuda")
+            heat = torch.full((len(seqs),), temperature, device="cuda") if temperature else 0.0
+            drafting = {"temperature": heat, "generator": torch.Generator("cuda").manual_seed(step)}
+            append, position = (here.kv, seqs, taps, position, lengths, valid), position + valid
+            if way == "one graph":
+                out = here.drafter.append_and_propose(*append, anchors, **drafting)
+            else:
+                here.drafter.append(*append)
+                out = here.drafter.propose(here.kv, seqs, anchors, position, **drafting)
             assert out.valid.all()
             tokens.append(out.tokens)
             if step == 1:
                 seqs, position = seqs[:3], position[:3]
         assert here.kv.faults.sum() == 0
         states.append((tokens, [here.kv.export_state(q) for q in here.seqs]))
-    (tokens, plain), (replayed, graphs) = states
-    assert all(torch.equal(a, b) for a, b in zip(tokens, replayed, strict=True))
-    for a, b in zip(plain, graphs, strict=True):
-        assert torch.equal(a.positions, b.positions)
-        assert torch.equal(a.keys, b.keys)
-        assert torch.equal(a.values, b.values)
+    tokens, plain = states[0]
+    for replayed, graphs in states[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(tokens, replayed, strict=True))
+        for a, b in zip(plain, graphs, strict=True):
+            assert torch.equal(a.positions, b.positions)
+            assert torch.equal(a.keys, b.keys)
+            assert torch.equal(a.values, b.values)
 
 
 @pytest.mark.gpu
