@@ -32,8 +32,8 @@ SECTIONS = {
 #: Of these classes only what users call; the rest is for the parts of the package that work together.
 MEMBERS = {
     "DFlash2Config": "from_pretrained to_dict to_json max_draft_tokens windows causal retention window_pages",
-    "DFlash2Drafter": "from_pretrained save_pretrained bind_target new_kv append propose capture quantize_linears "
-    "is_bound dtype device",
+    "DFlash2Drafter": "from_pretrained save_pretrained bind_target new_kv append propose append_and_propose capture "
+    "quantize_linears is_bound dtype device",
     "WindowKV": "open close reset truncate skip_to reserve span spans pages_needed pages_in_use nbytes open_sequences "
     "export_state import_state",
     "Int8LMHead": "from_linear forward",
