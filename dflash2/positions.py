@@ -128,7 +128,8 @@ class LastUpload:
     """`upload`, unless the numbers are those of the last call: decoding says the same ones again and again."""
 
     def __init__(self, device: torch.device):
-        self._device, self._numbers, self._there = device, [], upload([], device)
+        self._device, self._there = device, upload([], device)
+        self._numbers: list[int] = []
 
     def __call__(self, numbers: list[int]) -> Tensor:
         """int64 on the device, not to be written to."""

@@ -222,10 +222,13 @@ class RequestDrafter:
         self, chunks: Sequence[Chunk], taps: Tensor, generator: torch.Generator | None, live: Live
     ) -> Drafts | None:
         """The usual step: all requests go on, and one launch takes their rows and drafts. None where that cannot be."""
-        seqs, rows = [self.contexts.going_on(c) for c in chunks], [c.rows for c in chunks]
-        if self.agree is not None or not seqs or None in seqs:
+        if self.agree is not None or not all(c.moved for c in chunks):
             return None
+        rows = [c.rows for c in chunks]
         try:
+            seqs = [self.contexts.going_on(c) for c in chunks]
+            if None in seqs:
+                return None
             proposal = self.drafter.append_and_propose(
                 self.kv, cast(list[int], seqs), taps[: sum(rows)], live.starts, self.lengths(rows), live.valid,
                 live.anchors, self.k, 0.0 if live.temperature is None else live.temperature, generator,

@@ -113,11 +113,12 @@ class RequestContexts:
         return False
 
     def going_on(self, chunk: Chunk) -> int | None:
-        """The sequence of a request that moved, drafts, and needs nothing before; else None."""
+        """The sequence of a request that moved, has a context and drafts; else None."""
         seq = self._open.get(chunk.request)
-        if not chunk.moved or chunk.anchor is None or seq not in self._reserved:
+        if seq is None or not chunk.moved or chunk.anchor is None:
             return None
         self._open.move_to_end(chunk.request)
+        self._reserve(seq)
         return seq
 
     def _reserve(self, seq: int) -> None:
