@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import stand_in_graphs
 from adapters.cold import Round, assert_cold, conversation
 from adapters.pairs import WINDOW, K, make_pair
 from engine import Engine, named
@@ -174,8 +175,9 @@ def test_one_request_at_the_longest_length_does_not_disturb_others(tiny_pair, en
     assert_cold(tiny_pair, {n: [*prompts[n], *t] for n, t in got.items()}, rounds)
 
 
-def test_positions_on_the_device(tiny_pair, engines, monkeypatch):
-    """What the V1 runner does on GPUs, with CPU tensors that count as an accelerator's."""
+@pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=str)
+def test_positions_on_the_device(tiny_pair, engines, monkeypatch, graphs):
+    """What the V1 runner does on GPUs, with CPU tensors that count as an accelerator's, and with what graphs replay."""
     plain, ours = engines(tiny_pair[0], None, **CROWDED), engines(*tiny_pair, max_num_seqs=6, **CROWDED)
     prompts = conversation(60, seed=2)
     monkeypatch.setattr(ours.runner.drafter, "live", True)
@@ -188,7 +190,12 @@ def test_positions_on_the_device(tiny_pair, engines, monkeypatch):
     monkeypatch.setattr(ours.drafter, "step", on_device)
     aborts = {f"r{i}": 1 + i % 9 for i in range(0, 60, 7)}
     rounds: list[Round] = []
-    monkeypatch.setattr(ours.drafter.drafter, "propose", noting(ours, rounds, ours.drafter.drafter.propose))
+    noted = Noted(ours, rounds)
+    for name in ("propose", "append_and_propose"):
+        monkeypatch.setattr(ours.drafter.drafter, name, getattr(noted, name))
+    monkeypatch.setattr(ours.drafter.kv, "captured", None)
+    if graphs:
+        stand_in_graphs.capture(monkeypatch, ours.drafter.drafter, ours.drafter.kv, graphs, K)
     got = ours.run(prompts, greedy(24), aborts=aborts, arrivals=3)
     turn = {f"s{i}": [*prompts[f"r{i}"], *got[f"r{i}"], 65, 66, 67] for i in range(1, 5)}
     more = ours.run(turn, greedy(8))
@@ -198,19 +205,32 @@ def test_positions_on_the_device(tiny_pair, engines, monkeypatch):
     counters = ours.drafter.counters
     assert (counters.failures, ours.drafter.invalid, counters.holes) == ({}, 0, 0)
     assert counters.restored > 10
+    assert (noted.in_one > 200) == bool(graphs)
     assert ours.drafter.kv.pages_in_use == 0
     assert assert_cold(tiny_pair, {n: [*(prompts | turn)[n], *t] for n, t in (got | more).items()}, rounds) > 700
 
 
-def noting(engine: Engine, rounds: list[Round], propose):
-    """``propose`` that also notes what it drafted, for requests whose positions the host has to ask for."""
+class Noted:
+    """Calls of the drafter that also note what it drafted, for requests whose positions the host has to ask for."""
 
-    def noted(kv, seqs, anchors, starts, *args, **kw):
-        out = propose(kv, seqs, anchors, starts, *args, **kw)
-        names = {seq: request for request, seq in engine.drafter.contexts._open.items()}
-        for i, seq in enumerate(seqs):
-            end, anchor = int(starts[i]), int(anchors[i])
-            rounds.append(Round(named(names[seq]), end, anchor, out.tokens[i].tolist(), end))
+    def __init__(self, engine: Engine, rounds: list[Round]):
+        self.engine, self.rounds, drafter = engine, rounds, engine.drafter.drafter
+        self._propose, self._both, self.in_one = drafter.propose, drafter.append_and_propose, 0
+
+    def propose(self, kv, seqs, anchors, starts, *args, **kw):
+        out = self._propose(kv, seqs, anchors, starts, *args, **kw)
+        self._note(seqs, anchors, starts, out)
         return out
 
-    return noted
+    def append_and_propose(self, kv, seqs, taps, starts, lengths, valid, anchors, *args, **kw):
+        out = self._both(kv, seqs, taps, starts, lengths, valid, anchors, *args, **kw)
+        if out is not None:
+            self.in_one += len(seqs)
+            self._note(seqs, anchors, starts + valid, out)
+        return out
+
+    def _note(self, seqs, anchors, starts, out) -> None:
+        names = {seq: request for request, seq in self.engine.drafter.contexts._open.items()}
+        for i, seq in enumerate(seqs):
+            end, anchor = int(starts[i]), int(anchors[i])
+            self.rounds.append(Round(named(names[seq]), end, anchor, out.tokens[i].tolist(), end))
