@@ -100,9 +100,14 @@ class Round:
                 self.drafter.append(self.kv, [seq], taps[:n], [first], [n])
 
     def __call__(self) -> Proposal:
-        """Append and propose, from the same state each time."""
-        self.append()
-        return self.propose()
+        """Append and propose, from the same state each time; captured, as one graph."""
+        self.kv.next.copy_(self.nexts)
+        append = self.kv, self.seqs, self.taps, self.before, self.lengths, self.valid
+        proposal = self.drafter.append_and_propose(*append, self.anchors)
+        if proposal is None:
+            self.drafter.append(*append)
+            proposal = self.propose()
+        return proposal
 
     def append(self) -> None:
         """Only that half."""
