@@ -121,7 +121,8 @@ class ScriptedEngine:
             self.cached.add(tuple(r.text[:end]))
         real = self.taps(r.text[: r.computed])[start:]
         noise = torch.full((len(rows) - valid, real.shape[1]), float("nan"))
-        wants = r.known - r.computed == 1 and not r.done
+        # No engine drafts before a prompt's end: its last token is run with the prompt, not as an anchor.
+        wants = r.known - r.computed == 1 and r.computed >= r.prompt and not r.done
         chunk = Chunk(
             r.name,
             start,
