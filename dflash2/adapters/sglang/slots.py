@@ -40,13 +40,10 @@ class DraftSlots:
             drafts: greedy ones, or of a drafter with a selector.
         """
         self.tokens[slots], self.drafted[slots] = drafts.tokens, drafts.drafted
-        if self.candidates is None or self.q is None:
+        # Of greedy drafts, and of a step that failed, nobody looks at distributions: what is there may stay.
+        if self.candidates is None or self.q is None or drafts.candidates is None or drafts.q is None:
             return
-        if drafts.candidates is None:  # a step that failed has none, and drafts of nobody are not looked at
-            return
-        self.candidates[slots] = drafts.candidates
-        one_hot = drafts.candidates == drafts.tokens[..., None]
-        self.q[slots] = one_hot.float() if drafts.q is None else drafts.q
+        self.candidates[slots], self.q[slots] = drafts.candidates, drafts.q
 
     def take(self, slots: Tensor, sampled: bool) -> Proposal:
         """What the drafter last proposed for these slots.

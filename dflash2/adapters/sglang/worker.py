@@ -164,7 +164,8 @@ class Drafting:
             rows = keep_sampled(rows, heat, info)
         decision = dflash2.verify(proposal, rows, 0.0 if heat is None else heat, generator=self.noise)
         kept, anchors = decision.accepted + 1, decision.next_token
-        publish(lengths + kept)
+        ends = lengths + kept
+        publish(ends)
         tokens = torch.cat((proposal.tokens, anchors[:, None]), 1).scatter(
             1, decision.accepted[:, None], anchors[:, None]
         )
@@ -180,9 +181,9 @@ class Drafting:
             next_token_ids=tokens.reshape(-1),
             accept_lens=kept.int(),
             can_run_cuda_graph=out.can_run_cuda_graph,
-            next_draft_input=engine.next_input(anchors, lengths + kept),
+            next_draft_input=engine.next_input(anchors, ends),
             speculative_num_draft_tokens=width,
-            new_seq_lens=lengths + kept,
+            new_seq_lens=ends,
         )
 
     def _decode_chunks(self, batch: Any, blocks: Tensor, lengths: Tensor, kept: Tensor, anchors: Tensor) -> list[Chunk]:
