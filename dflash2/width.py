@@ -36,8 +36,6 @@ MEMORY = 0.95
 #: whose drafts all fall costs 0.9 plain rounds or less at the best width, even on small CPUs: three of them may, since
 #: good answers do begin with two. Drafts that never stand cost 2.5 to 3 % of 128 tokens, 1.6 % of 256.
 STAKE_ROUNDS, STAKE_SHARE = 3.0, 0.0025
-#: A width whose failure the stake pays for so often is as good as its speed; of dearer ones the cheapest that pays.
-TRIES = 3
 
 
 @dataclass
@@ -143,8 +141,7 @@ class AutoWidth:
     Drafting that does not pay ends by itself, and starts again when it may pay: idle rounds let the memory of bad
     rounds fade. What bad luck can cost is bounded: no width is taken whose failure would make the drafts cost, in all,
     more than ``STAKE_ROUNDS`` plain rounds and ``STAKE_SHARE`` of the time beyond what they saved. So that a bad start
-    leaves something of it, little is risked while little was won: the cheapest width that pays is taken then, and
-    widths never measured, whose costs are guesses, are tried with won time only.
+    leaves something of it, widths never measured, whose costs are guesses, are tried with won time only.
 
     Args:
         costs: of the pair's rounds, shared between calls.
@@ -164,16 +161,12 @@ class AutoWidth:
         hoped = [self.costs.seconds(n, k, HOPE) for k in range(most + 1)]
         tokens = [sum(column) / n for column in zip(*(r.tokens(most) for r in requests), strict=True)]
         stake = self._saved_s + STAKE_ROUNDS * cost[0] + STAKE_SHARE * self._elapsed_s
-        paying = [
+        affordable = [
             k
             for k in range(1, most + 1)
-            if tokens[k] / hoped[k] > 1 / hoped[0]
-            and cost[k] - cost[0] <= stake
-            and (self.costs.measured(n, k) or cost[k] <= self._saved_s)
+            if cost[k] - cost[0] <= stake and (self.costs.measured(n, k) or cost[k] <= self._saved_s)
         ]
-        cheapest = min(paying, key=lambda k: cost[k], default=0)
-        safe = [k for k in paying if k == cheapest or TRIES * (cost[k] - cost[0]) <= stake]
-        return max(safe, key=lambda k: tokens[k] / hoped[k], default=0)
+        return max([0, *affordable], key=lambda k: tokens[k] / hoped[k])
 
     def observe(self, requests: Sequence[Acceptance], drafts: int, accepted: Sequence[int], seconds: float) -> None:
         """What became of a round: for each request the drafts that stood, and the seconds all of it took."""
