@@ -73,6 +73,7 @@ class RequestDrafter:
         kv: the memory; nothing of it is the engine's.
         contexts: which requests hold a part of it.
         counters: `DraftCounters`.
+        lengths: uploads the numbers of a step's rows, which are mostly those of the step before.
         votes: calls of ``agree``.
     """
 
@@ -93,7 +94,7 @@ class RequestDrafter:
         self.kv: WindowKV = drafter.new_kv(max_requests, max_tokens, page_size, prefix_store_bytes)
         self.counters = DraftCounters()
         self._asked, self._valid = 0, torch.zeros(max_requests, dtype=torch.int64, device=drafter.device)
-        self._lengths = LastUpload(drafter.device)
+        self.lengths = LastUpload(drafter.device)
         self.contexts = RequestContexts(self.kv, max_tokens)
 
     @property
@@ -201,10 +202,6 @@ class RequestDrafter:
         there = self._everywhere(placed, {p.index for p in done})
         drafting = [p for p in placed if p.index in there and p.chunk.anchor is not None]
         return self._draft(len(placed), drafting, generator, live)
-
-    def lengths(self, rows: list[int]) -> Tensor:
-        """Numbers of rows on the device, int64 ``[R]``, not to be written to."""
-        return self._lengths(rows)
 
     def vote(self, here: list[bool]) -> list[bool]:
         """Which requests of a step can draft in all processes. An engine whose step fails before `step` could say it

@@ -88,6 +88,7 @@ class Round:
         self.lengths, self.valid = counts(self.rows), counts(self.stored)
         self.before, self.starts = counts(context), counts(self.start)
         self.nexts = self.kv.next.clone()
+        self._append = self.kv, self.seqs, self.taps, self.before, self.lengths, self.valid
         if captured and device.type == "cuda":
             drafter.capture(self.kv, batch_sizes=(sequences,))
 
@@ -102,17 +103,16 @@ class Round:
     def __call__(self) -> Proposal:
         """Append and propose, from the same state each time; captured, as one graph."""
         self.kv.next.copy_(self.nexts)
-        append = self.kv, self.seqs, self.taps, self.before, self.lengths, self.valid
-        proposal = self.drafter.append_and_propose(*append, self.anchors)
+        proposal = self.drafter.append_and_propose(*self._append, self.anchors)
         if proposal is None:
-            self.drafter.append(*append)
+            self.drafter.append(*self._append)
             proposal = self.propose()
         return proposal
 
     def append(self) -> None:
         """Only that half."""
         self.kv.next.copy_(self.nexts)
-        self.drafter.append(self.kv, self.seqs, self.taps, self.before, self.lengths, self.valid)
+        self.drafter.append(*self._append)
 
     def propose(self) -> Proposal:
         """The other half, after at least one `append`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-from dflash2.adapters.chunks import Chunk
+from dflash2.adapters.chunks import Chunk, moved_chunk
 from dflash2.adapters.sglang.sampling import draft_temperature
 
 __all__ = ["RequestLog", "decode_chunks", "known_tokens", "moved_chunks", "prefill_chunks"]
@@ -91,7 +91,7 @@ def moved_chunks(batch: Any, rows: int) -> list[Chunk]:
         batch: ``ScheduleBatch``.
         rows: k+1.
     """
-    return [Chunk(r.rid, 0, (), rows, rows, 0, moved=True) for r in batch.reqs]
+    return [moved_chunk(r.rid, rows) for r in batch.reqs]
 
 
 class RequestLog:
